@@ -1,0 +1,42 @@
+"""One function per operation that sees weights or sums; each has a pure-MLX reference."""
+
+from .attention import attention
+from .dequantize import dequantize
+from .embed import embed
+from .experts import experts
+from .grouped_linear import grouped_linear
+from .hc_collapse import hc_collapse
+from .hc_expand import hc_expand
+from .hc_head import hc_head
+from .hc_mix import hc_mix
+from .index_select import index_select
+from .linear import linear
+from .mlp import mlp
+from .pool import pool
+from .rms_norm import rms_norm
+from .rope import rope, rotation
+from .round_index import round_index
+from .round_kv import round_kv
+from .route import route
+
+__all__ = [
+    "attention",
+    "dequantize",
+    "embed",
+    "experts",
+    "grouped_linear",
+    "hc_collapse",
+    "hc_expand",
+    "hc_head",
+    "hc_mix",
+    "index_select",
+    "linear",
+    "mlp",
+    "pool",
+    "rms_norm",
+    "rope",
+    "rotation",
+    "round_index",
+    "round_kv",
+    "route",
+]

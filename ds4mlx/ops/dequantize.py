@@ -1,0 +1,101 @@
+"""Values of a packed matrix, and the form in which MLX's own quantised matmuls read it."""
+
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+
+from ..packed import Matrix, Packed
+
+NATIVE = ("Q8_0", "Q4_0", "Q4_K", "MXFP4")  # types that MLX's quantised matmuls can read
+
+
+def dequantize(w: Matrix) -> mx.array:
+    """w [..., M, K] of any type -> float32 [..., M, K], exactly the values of spec section 3."""
+    return dequantize_reference(w)
+
+
+def dequantize_reference(w: Matrix) -> mx.array:
+    if isinstance(w, mx.array):
+        return w.astype(mx.float32)
+    if w.type in NATIVE:
+        form = native(w)
+        return mx.dequantize(form.pop("w"), **form, dtype=mx.float32)
+    return _DECODERS[w.type](w.planes).reshape(w.shape)
+
+
+def native(w: Packed) -> dict:
+    """Keyword arguments for `mx.quantized_matmul`: exact, scales widened to float32 for the call."""
+    codes, scales = w.planes["codes"], w.planes["scales"]
+    if w.type == "MXFP4":
+        return dict(w=codes, scales=scales, group_size=32, bits=4, mode="mxfp4")
+    if w.type == "Q4_K":
+        scales, mins = _k_scales(w.planes)
+        return dict(w=codes, scales=scales, biases=-mins, group_size=32, bits=4)
+    bits, zero = (8, 128) if w.type == "Q8_0" else (4, 8)
+    scales = scales.astype(mx.float32)
+    return dict(w=codes, scales=scales, biases=-zero * scales, group_size=32, bits=bits)
+
+
+def _unpack(words: mx.array, bits: int) -> mx.array:
+    """uint32 [..., n] of sequential codes -> float32 [..., n * 32 / bits]."""
+    shifts = mx.arange(0, 32, bits, dtype=mx.uint32)
+    codes = (words[..., None] >> shifts) & mx.array((1 << bits) - 1, mx.uint32)
+    return codes.flatten(-2).astype(mx.float32)
+
+
+def _k_scales(planes: dict) -> tuple[mx.array, mx.array]:
+    """Scales and minima of Q4_K and Q5_K, each float32 [..., K / 32]."""
+    s, d = planes["scales"], planes["d"].astype(mx.float32)
+    low, middle, high = s[..., 0:4], s[..., 4:8], s[..., 8:12]
+    scales = mx.concatenate([low & 63, (high & 15) | ((low >> 6) << 4)], axis=-1)
+    mins = mx.concatenate([middle & 63, (high >> 4) | ((middle >> 6) << 4)], axis=-1)
+    return (
+        (scales.astype(mx.float32) * d[..., 0:1]).flatten(-2),
+        (mins.astype(mx.float32) * d[..., 1:2]).flatten(-2),
+    )
+
+
+def _q5_k(planes: dict) -> mx.array:
+    scales, mins = _k_scales(planes)
+    codes = _unpack(planes["codes"], 4) + 16 * _unpack(planes["high"], 1)
+    codes = codes.reshape(*scales.shape, 32)
+    return codes * scales[..., None] - mins[..., None]
+
+
+def _q6_k(planes: dict) -> mx.array:
+    codes = _unpack(planes["codes"], 4) + 16 * _unpack(planes["high"], 2) - 32
+    scales = planes["scales"].astype(mx.float32)
+    d = planes["d"].astype(mx.float32)
+    scales = (scales.reshape(*d.shape, 16) * d[..., None]).flatten(-2)
+    return codes.reshape(*scales.shape, 16) * scales[..., None]
+
+
+def _q2_k(planes: dict) -> mx.array:
+    d = planes["d"].astype(mx.float32)
+    packed = planes["scales"].reshape(*d.shape[:-1], 16)
+    scales = (packed & 15).astype(mx.float32) * d[..., 0:1]
+    mins = (packed >> 4).astype(mx.float32) * d[..., 1:2]
+    codes = _unpack(planes["codes"], 2).reshape(*scales.shape, 16)
+    return codes * scales[..., None] - mins[..., None]
+
+
+def _iq2_xxs(planes: dict) -> mx.array:
+    grid, sign = _iq2_xxs_tables()
+    packed, d = planes["signs"], planes["d"].astype(mx.float32)
+    scales = (packed >> 28).astype(mx.float32).reshape(*d.shape, 8)
+    scales = (d[..., None] * (0.5 + scales) * 0.25).flatten(-2)
+    index = (packed[..., None] >> mx.array([0, 7, 14, 21], mx.uint32)) & mx.array(127, mx.uint32)
+    values = grid[planes["grid"].reshape(index.shape)] * sign[index]
+    return values * scales[..., None, None]
+
+
+@cache
+def _iq2_xxs_tables() -> tuple[mx.array, mx.array]:
+    from ..convert.blocks import iq2xxs_grid, iq2xxs_signs
+
+    bits = np.unpackbits(iq2xxs_signs()[:, None], axis=1, bitorder="little")
+    return mx.array(iq2xxs_grid().astype(np.float32)), mx.array(1 - 2 * bits.astype(np.float32))
+
+
+_DECODERS = {"Q5_K": _q5_k, "Q6_K": _q6_k, "Q2_K": _q2_k, "IQ2_XXS": _iq2_xxs}

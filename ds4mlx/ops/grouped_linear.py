@@ -1,0 +1,17 @@
+"""The block-diagonal product of the output projection: group g of the heads meets block g only."""
+
+import mlx.core as mx
+
+from ..packed import Matrix
+from .linear import linear
+
+
+def grouped_linear(x: mx.array, w: Matrix) -> mx.array:
+    """x [N, G, K] float32, w [G * R, K] -> [N, G * R]: rows g*R .. of w times x[:, g] (model 10)."""
+    return grouped_linear_reference(x, w)
+
+
+def grouped_linear_reference(x: mx.array, w: Matrix) -> mx.array:
+    G = x.shape[1]
+    R = w.shape[0] // G
+    return mx.concatenate([linear(x[:, g], w[g * R : (g + 1) * R]) for g in range(G)], axis=-1)

@@ -1,0 +1,46 @@
+"""The indexer: score the compressed entries that a query may read, and keep the best k (CSA)."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..rows import FEW
+
+_BLOCK = 1 << 25  # products of heads, rows and entries that prefill holds at a time
+
+
+def index_select(q, w, keys, ready: Sequence[int], k: int) -> list[mx.array | None] | mx.array:
+    """q [N, Hi, Di], w [N, Hi], keys [C, Di] float32, ready: entries each row may see.
+
+    -> up to FEW rows: a list with, per row, uint32 [k] in ascending order, or None where
+    ready <= k and all are read; more rows: uint32 [N, min(k, C)], ids at or above a row's
+    `ready` to be masked. Ties go to the lowest entry (model 8, 20.6).
+    """
+    return index_select_reference(q, w, keys, ready, k)
+
+
+def index_select_reference(q, w, keys, ready, k):
+    C = keys.shape[0]
+    if q.shape[0] <= FEW:
+        return [
+            _best(index_scores(q[i : i + 1], w[i : i + 1], keys[:n]), k)[0] if n > k else None
+            for i, n in enumerate(ready)
+        ]
+    rows = max(1, _BLOCK // (q.shape[1] * C))
+    blocks = []
+    for i in range(0, q.shape[0], rows):
+        scores = index_scores(q[i : i + rows], w[i : i + rows], keys)
+        limit = mx.array(ready[i : i + rows])[:, None]
+        hidden = mx.arange(C)[None] >= limit
+        blocks.append(_best(mx.where(hidden, -mx.inf, scores), min(k, C)))
+    return mx.concatenate(blocks)
+
+
+def index_scores(q: mx.array, w: mx.array, keys: mx.array) -> mx.array:
+    """sum_h w_h relu(q_h . key), [N, C] float32."""
+    products = mx.maximum(q @ keys.T, 0.0)  # [N, Hi, C]
+    return (w[:, None] @ products).squeeze(1)
+
+
+def _best(scores: mx.array, k: int) -> mx.array:
+    return mx.sort(mx.argsort(-scores, axis=-1)[:, :k], axis=-1)
