@@ -1,4 +1,4 @@
-"""What a user can put right: each message is one sentence that names the thing, found and wanted."""
+"""What a user can put right: one sentence that names the thing, what was found and wanted."""
 
 
 class Ds4Error(Exception):

@@ -1,27 +1,32 @@
 """Weights in memory: tensors of a GGUF or of a folder of safetensors, under their official names.
 
-Each tensor is read once, repacked and handed to MLX; the staging copy is gone before the next.
+Each tensor is read once, repacked and handed to MLX; its staging copy is gone before the next.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
+from .convert.gguf import Tensor
 from .convert.repack import repack
+from .convert.safetensors import read_safetensors
 from .errors import FileError
 from .packed import Matrix, Packed
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
 
 
 class Weights:
     """Tensors by official name; a module takes each of its own exactly once."""
 
-    def __init__(self, tensors: dict[str, Matrix], prefix: str = "", source: str = "weights"):
-        self._tensors, self._prefix, self._source = tensors, prefix, source
+    def __init__(self, tensors: dict[str, Matrix], source: str = "weights", prefix: str = ""):
+        self._tensors, self._source, self._prefix = tensors, source, prefix
 
     def at(self, name: str) -> "Weights":
         """The tensors below `name`."""
-        return Weights(self._tensors, f"{self._prefix}{name}.", self._source)
+        return Weights(self._tensors, self._source, f"{self._prefix}{name}.")
 
     def __getitem__(self, name: str) -> Matrix:
         name = self._prefix + name
@@ -34,6 +39,48 @@ class Weights:
         if self._tensors:
             names = ", ".join(sorted(self._tensors))
             raise FileError(f"{self._source}: tensors that no module reads: {names}")
+
+
+def gguf_weights(
+    tensors: dict[str, Tensor], source: str = "weights", progress: Progress | None = None
+) -> Weights:
+    """Tensors of GGUF files by official name; those that share their bytes are loaded once."""
+    total = sum(t.nbytes for t in tensors.values())
+    loaded, shared, done = {}, {}, 0
+    for name, t in tensors.items():
+        place = (t.path, t.offset)
+        if place not in shared:
+            shared[place] = as_matrix(t.type, t.read(), t.shape)
+        loaded[name] = shared[place]
+        done += t.nbytes
+        if progress:
+            progress("load", done, total)
+    return Weights(loaded, source)
+
+
+def folder_weights(paths: Iterable[Path], source: str = "weights") -> Weights:
+    """Tensors of safetensors files under the official names; experts 0, 1, .. are stacked."""
+    entries = {}
+    for path in paths:
+        entries |= read_safetensors(path)
+    loaded = {}
+    for name, entry in entries.items():
+        if ".experts." not in name:
+            loaded[name] = as_matrix(entry.dtype, entry.raw, entry.shape)
+        elif ".experts.0." in name:
+            parts = list(_experts(entries, name))
+            raw = np.concatenate([part.raw for part in parts])
+            stacked = name.replace(".experts.0.", ".experts.")
+            loaded[stacked] = as_matrix(entry.dtype, raw, (len(parts), *entry.shape))
+    return Weights(loaded, source)
+
+
+def _experts(entries: dict, first: str):
+    """The entries of experts 0, 1, .. of one layer, as many as there are."""
+    e = 0
+    while (name := first.replace(".experts.0.", f".experts.{e}.")) in entries:
+        yield entries[name]
+        e += 1
 
 
 def as_matrix(type: str, raw: np.ndarray, shape: tuple[int, ...]) -> Matrix:

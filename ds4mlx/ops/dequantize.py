@@ -19,22 +19,22 @@ def dequantize_reference(w: Matrix) -> mx.array:
     if isinstance(w, mx.array):
         return w.astype(mx.float32)
     if w.type in NATIVE:
-        form = native(w)
-        return mx.dequantize(form.pop("w"), **form, dtype=mx.float32)
+        codes, form = native(w)
+        return mx.dequantize(codes, **form, dtype=mx.float32)
     return _DECODERS[w.type](w.planes).reshape(w.shape)
 
 
-def native(w: Packed) -> dict:
-    """Keyword arguments for `mx.quantized_matmul`: exact, scales widened to float32 for the call."""
+def native(w: Packed) -> tuple[mx.array, dict]:
+    """Codes, and keywords for `mx.quantized_matmul`: exact, the scales widened to float32."""
     codes, scales = w.planes["codes"], w.planes["scales"]
     if w.type == "MXFP4":
-        return dict(w=codes, scales=scales, group_size=32, bits=4, mode="mxfp4")
+        return codes, dict(scales=scales, group_size=32, bits=4, mode="mxfp4")
     if w.type == "Q4_K":
         scales, mins = _k_scales(w.planes)
-        return dict(w=codes, scales=scales, biases=-mins, group_size=32, bits=4)
+        return codes, dict(scales=scales, biases=-mins, group_size=32, bits=4)
     bits, zero = (8, 128) if w.type == "Q8_0" else (4, 8)
     scales = scales.astype(mx.float32)
-    return dict(w=codes, scales=scales, biases=-zero * scales, group_size=32, bits=bits)
+    return codes, dict(scales=scales, biases=-zero * scales, group_size=32, bits=bits)
 
 
 def _unpack(words: mx.array, bits: int) -> mx.array:

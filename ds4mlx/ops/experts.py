@@ -40,5 +40,6 @@ def _gather(x: mx.array, w: Matrix, ids: mx.array) -> mx.array:
         if w.type != "MXFP4" and ids.shape[0] == 1:
             # Scales are widened for the call: for the chosen experts, not for all.
             w, ids = w[ids[0]], mx.arange(ids.shape[1], dtype=mx.uint32)[None]
-        return mx.gather_qmm(x, **native(w), rhs_indices=ids, transpose=True).squeeze(2)
+        codes, form = native(w)
+        return mx.gather_qmm(x, codes, **form, rhs_indices=ids, transpose=True).squeeze(2)
     return (x @ dequantize(w[ids]).swapaxes(-1, -2)).squeeze(2)

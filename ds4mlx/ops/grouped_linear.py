@@ -7,7 +7,7 @@ from .linear import linear
 
 
 def grouped_linear(x: mx.array, w: Matrix) -> mx.array:
-    """x [N, G, K] float32, w [G * R, K] -> [N, G * R]: rows g*R .. of w times x[:, g] (model 10)."""
+    """x [N, G, K] float32, w [G * R, K] -> [N, G * R], block g of w times x[:, g] (model 10)."""
     return grouped_linear_reference(x, w)
 
 

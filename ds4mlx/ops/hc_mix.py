@@ -12,9 +12,7 @@ def hc_mix(x, fn, scale, base, *, iterations: int, eps: float, norm_eps: float):
     x [N, HC, D]; fn [(2 + HC) * HC, HC * D]; scale [3]; base [(2 + HC) * HC]
     -> pre [N, HC], post [N, HC], comb [N, HC, HC] (first index: source stream).
     """
-    return hc_mix_reference(
-        x, fn, scale, base, iterations=iterations, eps=eps, norm_eps=norm_eps
-    )
+    return hc_mix_reference(x, fn, scale, base, iterations=iterations, eps=eps, norm_eps=norm_eps)
 
 
 def hc_mix_reference(x, fn, scale, base, *, iterations: int, eps: float, norm_eps: float):

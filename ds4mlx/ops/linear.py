@@ -27,5 +27,6 @@ def linear_reference(x: mx.array, w: Matrix) -> mx.array:
 
 def _few(x: mx.array, w: Matrix) -> mx.array:
     if isinstance(w, Packed) and w.type in NATIVE:
-        return mx.quantized_matmul(x, **native(w), transpose=True)
+        codes, form = native(w)
+        return mx.quantized_matmul(x, codes, **form, transpose=True)
     return x @ dequantize(w).T

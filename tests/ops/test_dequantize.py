@@ -1,0 +1,47 @@
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from ds4mlx.ops.dequantize import NATIVE, dequantize_reference, native
+from ds4mlx.weights import as_matrix
+from tests.close import assert_close, assert_same
+from tests.ops.matrices import PACKED, TYPES, matrix, raw_bytes, values
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_values_equal_ggml_for_rows_of_several_blocks(type):
+    raw = raw_bytes(type, 3, 4 * 256)
+    w = as_matrix(type, raw, (3, 1024))
+    # + 0: a negative zero is a zero
+    assert_same(dequantize_reference(w) + 0, mx.array(values(type, raw)) + 0)
+
+
+@pytest.mark.parametrize("type", PACKED)
+def test_a_stack_of_experts_decodes_like_its_parts(type):
+    w = matrix(type, 3, 4, 256)
+    stack = dequantize_reference(w)
+    for e in range(3):
+        assert_same(stack[e], dequantize_reference(w[e]))
+    assert_same(dequantize_reference(w[mx.array([2, 0])]), stack[mx.array([2, 0])])
+
+
+@pytest.mark.parametrize("type", PACKED)
+def test_packed_bytes_are_those_of_the_file_within_one_percent(type):
+    raw = raw_bytes(type, 4, 1024)
+    assert as_matrix(type, raw, (4, 1024)).nbytes <= 1.01 * raw.nbytes
+
+
+@pytest.mark.parametrize("type", NATIVE)
+def test_the_form_for_mlx_has_the_same_values(type):
+    w = matrix(type, 5, 256)
+    codes, form = native(w)
+    x = mx.eye(256)
+    product = mx.quantized_matmul(x, codes, **form, transpose=True)
+    assert_close(product.T, dequantize_reference(w), atol=0, rtol=1e-6)
+
+
+def test_bf16_keeps_values_beyond_the_range_of_float16():
+    x = np.array([[1e5, -3e38, 1e-7, 1.0]], np.float32)
+    raw = (x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    got = np.array(dequantize_reference(as_matrix("BF16", raw, (1, 4))))
+    assert np.isfinite(got).all() and np.allclose(got, x, rtol=2**-8, atol=0)

@@ -1,0 +1,27 @@
+import mlx.core as mx
+import numpy as np
+
+from ds4mlx.ops.hc_expand import hc_expand_reference
+from tests.close import assert_close, assert_rows_alone
+from tests.golden_data import op_vectors
+
+
+def test_reference_matches_golden_vectors():
+    v = {k: op_vectors()[f"hc.{k}"] for k in ("x", "y", "post", "comb", "out")}
+    out = hc_expand_reference(v["x"], v["y"], v["post"], v["comb"])
+    assert_close(out, v["out"], atol=2e-6, rtol=1e-6)
+
+
+def test_the_sum_runs_over_the_first_index_of_an_asymmetric_comb():
+    mx.random.seed(6)
+    x, y = mx.random.normal((2, 4, 8)), mx.random.normal((2, 8))
+    post, comb = mx.random.uniform(shape=(2, 4)), mx.random.uniform(shape=(2, 4, 4))
+    X, C = np.array(x, dtype=np.float64), np.array(comb, dtype=np.float64)
+    want = np.einsum("njk,njd->nkd", C, X) + np.array(post)[..., None] * np.array(y)[:, None]
+    assert_close(hc_expand_reference(x, y, post, comb), want, atol=1e-5)
+
+
+def test_rows_of_a_block_equal_rows_alone():
+    mx.random.seed(7)
+    shapes = ((8, 4, 97), (8, 97), (8, 4), (8, 4, 4))
+    assert_rows_alone(hc_expand_reference, *(mx.random.normal(s) for s in shapes))

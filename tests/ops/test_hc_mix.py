@@ -1,0 +1,40 @@
+import mlx.core as mx
+import numpy as np
+
+from ds4mlx.ops.hc_mix import hc_mix_reference
+from tests.close import assert_close, assert_rows_alone
+from tests.golden_data import op_vectors
+
+SETTINGS = dict(iterations=20, eps=1e-6, norm_eps=1e-6)
+
+
+def test_reference_matches_golden_vectors():
+    v = {k.removeprefix("hc."): a for k, a in op_vectors().items() if k.startswith("hc.")}
+    pre, post, comb = hc_mix_reference(v["x"], v["fn"], v["scale"], v["base"], **SETTINGS)
+    assert_close(pre, v["pre"], atol=2e-6)
+    assert_close(post, v["post"], atol=2e-6)
+    assert_close(comb, v["comb"], atol=2e-6)
+
+
+def test_one_iteration_more_or_less_is_seen():
+    v = {k.removeprefix("hc."): a for k, a in op_vectors().items() if k.startswith("hc.")}
+    for iterations in (19, 21):
+        changed = SETTINGS | {"iterations": iterations}
+        *_, comb = hc_mix_reference(v["x"], v["fn"], v["scale"], v["base"], **changed)
+        assert np.abs(np.array(comb) - np.array(v["comb"])).max() > 5e-5
+
+
+def test_columns_of_comb_sum_to_one():
+    mx.random.seed(4)
+    x, fn = mx.random.normal((3, 4, 16)), mx.random.normal((24, 64))
+    *_, comb = hc_mix_reference(x, fn, mx.ones(3), mx.random.normal((24,)), **SETTINGS)
+    assert_close(comb.sum(axis=1), np.ones((3, 4)), atol=1e-5)
+
+
+def test_rows_of_a_block_equal_rows_alone():
+    mx.random.seed(5)
+    fn, base = mx.random.normal((24, 4 * 96)).astype(mx.float16), mx.random.normal((24,))
+    assert_rows_alone(
+        lambda x: hc_mix_reference(x, fn, mx.ones(3), base, **SETTINGS),
+        mx.random.normal((8, 4, 96)),
+    )
