@@ -97,7 +97,7 @@ class Cache:
         oldest = max(0, self._furthest - FEW)
         if n < 0 or self.position - n < oldest:
             raise UsageError(
-                f"rewind({n}) at position {self.position}: wanted 0 to {self.position - oldest} tokens"
+                f"rewind({n}): wanted 0 to {self.position - oldest} at position {self.position}"
             )
         self.position -= n
 

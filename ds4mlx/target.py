@@ -165,7 +165,7 @@ class Compressor:
     def __init__(self, config: TargetConfig, ratio: int, weights: Weights, index: bool = False):
         self.config, self.ratio, self.index = config, ratio, index
         self.wkv, self.wgate = weights["wkv.weight"], weights["wgate.weight"]
-        self.ape = ops.dequantize(weights["ape"])
+        self.ape = weights["ape"]
         self.norm = weights["norm.weight"]
         self.freqs = config.rope_freqs(compressed=True)
 
@@ -173,7 +173,7 @@ class Compressor:
         """Remember the rows of `x`, and write the entries of the windows that they close."""
         r, N = self.ratio, x.shape[0]
         c = ops.linear(x, self.wkv)
-        s = ops.linear(x, self.wgate) + self.ape[(position + mx.arange(N)) % r]
+        s = ops.linear(x, self.wgate) + ops.embed((position + mx.arange(N)) % r, self.ape)
         first, last = position // r, (position + N) // r  # windows that close here
         if first < last:
             start = max(0, first - (r == 4)) * r

@@ -1,6 +1,7 @@
 """Weights in memory: tensors of a GGUF or of a folder of safetensors, under their official names.
 
 Each tensor is read once, repacked and handed to MLX; its staging copy is gone before the next.
+Nothing stays lazy: MLX can evaluate a graph only in the thread that built it.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from .convert.gguf import Tensor
+from .convert.inventory import check_ids
 from .convert.repack import repack
 from .convert.safetensors import read_safetensors
 from .errors import FileError
@@ -42,15 +44,24 @@ class Weights:
 
 
 def gguf_weights(
-    tensors: dict[str, Tensor], source: str = "weights", progress: Progress | None = None
+    tensors: dict[str, Tensor],
+    experts: int,
+    source: str = "weights",
+    progress: Progress | None = None,
 ) -> Weights:
-    """Tensors of GGUF files by official name; those that share their bytes are loaded once."""
+    """Tensors of GGUF files by official name; those that share their bytes are loaded once.
+
+    Raises FileError for a hash table that names an expert at or above `experts`.
+    """
     total = sum(t.nbytes for t in tensors.values())
     loaded, shared, done = {}, {}, 0
     for name, t in tensors.items():
         place = (t.path, t.offset)
         if place not in shared:
-            shared[place] = as_matrix(t.type, t.read(), t.shape)
+            raw = t.read()
+            if t.type == "I32":
+                check_ids(t.name, raw.view(np.int32), experts)
+            shared[place] = as_matrix(t.type, raw, t.shape)
         loaded[name] = shared[place]
         done += t.nbytes
         if progress:
@@ -88,13 +99,14 @@ def as_matrix(type: str, raw: np.ndarray, shape: tuple[int, ...]) -> Matrix:
 
     Vectors become float32; matrices keep their type.
     """
-    planes = {name: mx.array(plane) for name, plane in repack(type, raw).items()}
-    if "data" in planes:
-        (data,) = planes.values()
-        if type == "BF16":
-            data = data.view(mx.bfloat16)
-        data = data.reshape(shape)
-        return data.astype(mx.float32) if len(shape) == 1 and type != "I32" else data
     lead = shape[:-1]
-    planes = {name: plane.reshape(*lead, *plane.shape[1:]) for name, plane in planes.items()}
-    return Packed(type, tuple(shape), planes)
+    planes = {n: mx.array(p.reshape(*lead, *p.shape[1:])) for n, p in repack(type, raw).items()}
+    if "data" not in planes:
+        return Packed(type, tuple(shape), planes)
+    data = planes["data"]
+    if type == "BF16":
+        data = data.view(mx.bfloat16)
+    if len(shape) == 1 and type != "I32":
+        data = data.astype(mx.float32)
+    mx.eval(data)
+    return data

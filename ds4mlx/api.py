@@ -1,0 +1,338 @@
+"""The Python API: load a model, generate text, or drive it row by row."""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from .cache import Cache
+from .chat import render
+from .config import TargetConfig
+from .errors import Ds4Error, UsageError
+from .generate import decode, prefill
+from .loading import load_files
+from .parse import OutputParser
+from .sampling import Sampler
+from .target import Target
+from .tokenizer import Control, Tokenizer
+from .weights import Progress
+
+CHUNK = 512  # tokens of prefill at a time
+CTX = 32768  # default context, where the model has as many positions
+CHAT_TOKENS, COMPLETION_TOKENS = 50_000, 256  # default limits of a reply
+
+
+def load(
+    path: str | Path | None = None, *, rounding: bool = True, progress: Progress | None = None
+) -> "Model":
+    """The model of a GGUF file (any shard of a split one) or of a folder with `config.json`.
+
+    Without a path: the small model that comes with the package, which completes Python.
+    `rounding=False` leaves out the simulated fp8/fp4 rounding of keys, values and index (for
+    comparison with implementations that have none). `progress(stage, done, total)` is called
+    while bytes arrive. Raises UsageError for a path that cannot be meant, FileError for a file
+    that is damaged or not complete.
+
+    >>> model = ds4mlx.load()
+    >>> print(model.generate("def fibonacci(n):", tokens=40).text)
+    """
+    files = load_files(path, progress)
+    config = TargetConfig.from_dict(files.config, source=files.name).rounded(rounding)
+    return Model(Target(config, files.weights), files.tokenizer, files)
+
+
+class Model:
+    """A target with its tokenizer. Use as a context manager, or `close()`, to free its memory."""
+
+    def __init__(self, target: Target, tokenizer: Tokenizer, files):
+        self._target = target
+        self.tokenizer = tokenizer
+        self.config = target.config
+        self.name, self.release, self.chat = files.name, files.release, files.chat
+
+    def generate(
+        self,
+        prompt: str | Sequence[dict],
+        *,
+        system: str | None = None,
+        tokens: int | None = None,
+        ctx: int | None = None,
+        temp: float = 0.0,
+        top_p: float = 1.0,
+        min_p: float = 0.05,
+        seed: int | None = None,
+        think: str = "high",
+        release: str | None = None,
+        raw: bool | None = None,
+        prefill_chunk: int = CHUNK,
+        progress: Progress | None = None,
+    ) -> "Reply":
+        """A lazy reply to `prompt`: the user's text, or a list of messages (role, content).
+
+        tokens: most tokens to generate (default 50,000; 256 for a completion model). ctx: tokens
+        of prompt and reply together (default 32,768 or the model's limit). temp 0 is greedy;
+        otherwise top_p, min_p and seed apply. think: "off", "low", "high" or "max"; release:
+        "preview" or "0731", where the file does not tell. raw: the text's tokens and nothing else
+        (no begin token, no roles); a model without chat roles completes the text after a begin token.
+        Raises UsageError for a value out of range or a prompt that is longer than the context.
+        """
+        target = self._open()
+        _check_ranges(tokens=tokens, ctx=ctx, temp=temp, top_p=top_p, min_p=min_p)
+        _check_ranges(prefill_chunk=prefill_chunk, seed=seed)
+        notes = []
+        ids, parser = self._prompt(prompt, system, think, release, raw, notes)
+        ctx = ctx or min(CTX, self.config.max_position_embeddings)
+        if len(ids) >= ctx:
+            raise UsageError(
+                f"the prompt has {len(ids)} tokens, wanted fewer than the context of {ctx}"
+            )
+        default = CHAT_TOKENS if parser else COMPLETION_TOKENS
+        return Reply(
+            target,
+            self.tokenizer,
+            ids,
+            parser=parser,
+            sampler=Sampler(temp, top_p, min_p, seed),
+            limit=tokens or default,
+            ctx=ctx,
+            chunk=prefill_chunk,
+            progress=progress,
+            notes=notes,
+        )
+
+    def _prompt(self, prompt, system, think, release, raw, notes):
+        """Token ids of the prompt, and the parser of the reply (None: plain completion)."""
+        text = isinstance(prompt, str)
+        if raw or (raw is None and not self.chat):
+            if not text or system:
+                what = "a system text" if system else "a list of messages"
+                raise UsageError(f"{what} needs chat roles, and this is a plain completion")
+            ids = self.tokenizer.encode(prompt)
+            if not raw:
+                ids = [self.tokenizer.bos, *ids]
+            if not ids:
+                raise UsageError("the prompt is empty, wanted at least one token")
+            return ids, None
+        if text and not prompt:
+            raise UsageError("the prompt is empty, wanted some text")
+        messages = [{"role": "user", "content": prompt}] if text else list(prompt)
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
+        release = release or self.release
+        if release is None:
+            release = "0731"
+            if think in ("high", "max"):
+                notes.append("the file does not tell its release: 0731 is assumed (--release)")
+        parts = render(messages, think=think, release=release)
+        return self.tokenizer.encode_parts(parts), OutputParser(thinking=think != "off")
+
+    def session(self, ctx: int | None = None) -> "Session":
+        """Row by row access for research; see Session."""
+        return Session(self._open(), ctx or min(CTX, self.config.max_position_embeddings))
+
+    def close(self):
+        """Free the weights. Replies and sessions that are still held keep them alive."""
+        self._target = None
+        mx.clear_cache()
+
+    def _open(self) -> Target:
+        if self._target is None:
+            raise UsageError(f"{self.name}: the model is closed")
+        return self._target
+
+    def __enter__(self) -> "Model":
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __repr__(self) -> str:
+        config, closed = self.config, ", closed" if self._target is None else ""
+        return f"<ds4mlx model {self.name}: {config.num_hidden_layers} layers{closed}>"
+
+
+class Session:
+    """A sequence that grows and shrinks by tokens.
+
+    >>> s = model.session(ctx=1024)
+    >>> logits = s.feed(model.tokenizer.encode("import os"))  # [n, vocab] float32
+    >>> s.rewind(1)  # forget the last token, exactly
+    """
+
+    def __init__(self, target: Target, ctx: int):
+        self._target, self._cache = target, Cache(target.config, ctx)
+        self.hidden = None  # [n, taps * D] float32 of the last feed: the rows that DSpark reads
+
+    def feed(self, ids: Sequence[int], *, chunk: int = CHUNK) -> mx.array:
+        """Process `ids` after the tokens so far -> float32 logits [n, vocab] of these rows."""
+        vocab, room = self._target.config.vocab_size, self._cache.ctx - self.position
+        bad = [i for i in ids if not 0 <= i < vocab]
+        if bad:
+            raise UsageError(f"token id {bad[0]} is outside the vocabulary of {vocab}")
+        if not 0 < len(ids) <= room:
+            raise UsageError(f"feed got {len(ids)} tokens, wanted 1 to {room} (context is full)")
+        logits, taps = [], []
+        for streams, tap in prefill(self._target, ids, self._cache, chunk=chunk):
+            logits.append(self._target.logits(streams))
+            taps.append(tap)
+        self.hidden = mx.concatenate(taps)
+        return mx.concatenate(logits)
+
+    def rewind(self, n: int):
+        """Forget the newest `n` tokens (at most 8 behind the furthest), as if never seen."""
+        self._cache.rewind(n)
+
+    @property
+    def position(self) -> int:
+        """Tokens processed so far."""
+        return self._cache.position
+
+
+class Piece(str):
+    """A stretch of streamed text; `reasoning` tells whether it belongs to the thinking."""
+
+    reasoning: bool = False
+
+    def __new__(cls, text: str, reasoning: bool = False):
+        piece = super().__new__(cls, text)
+        piece.reasoning = reasoning
+        return piece
+
+
+class Reply:
+    """A completion that is computed while it is read, and remembered.
+
+    Iterating gives pieces of text as they come; `text` (the answer), `reasoning`, `tokens` (ids,
+    without the stop token), `finish_reason` ("stop", "length", "context", "interrupted") and
+    `stats` read it to its end first.
+    """
+
+    def __init__(
+        self, target, tokenizer, ids, *, parser, sampler, limit, ctx, chunk, progress, notes
+    ):
+        self.notes = notes  # what the user should know about how the prompt was made
+        self._pieces, self._tokens, self._reason = [], [], None
+        self._stats = {"prompt_tokens": len(ids), "seed": sampler.seed, "ctx": ctx}
+        self._run = self._generate(
+            target, tokenizer, ids, parser, sampler, limit, ctx, chunk, progress
+        )
+
+    def __iter__(self) -> Iterator[Piece]:
+        at = 0
+        while True:
+            while at < len(self._pieces):
+                yield self._pieces[at]
+                at += 1
+            try:
+                piece = next(self._run, None)
+            except BaseException:
+                self._reason = self._reason or "interrupted"
+                raise
+            if piece is None:
+                return
+            self._pieces.append(piece)
+
+    def _generate(self, target, tokenizer, ids, parser, sampler, limit, ctx, chunk, progress):
+        stats, start = self._stats, time.perf_counter()
+        stats |= {"generated_tokens": 0, "generate_seconds": 0.0, "first_token_seconds": None}
+        cache = Cache(target.config, ctx)
+        streams = None
+        for streams, _ in prefill(target, ids, cache, chunk=chunk, progress=progress):
+            stats["prompt_seconds"] = time.perf_counter() - start
+        room = ctx - len(ids)
+        stop = tokenizer.stop_ids if parser else {tokenizer.eos}
+        stream = tokenizer.stream()
+        reason, first = "stop", time.perf_counter()
+        for id in decode(target, streams, cache, sampler, limit=min(limit, room), stop=stop):
+            now = time.perf_counter()
+            self._tokens.append(id)
+            stats["first_token_seconds"] = stats["first_token_seconds"] or now - start
+            stats["generated_tokens"] = len(self._tokens)
+            stats["generate_seconds"] = now - first
+            if len(self._tokens) == min(limit, room):
+                reason = "length" if limit <= room else "context"
+            yield from self._decoded(stream.push(id), parser)
+        yield from self._decoded(stream.flush(), parser)
+        if parser:
+            yield from _pieces(parser.finish(reason))
+        self._reason = reason
+
+    def _decoded(self, text: str, parser) -> Iterator[Piece]:
+        if parser:
+            yield from _pieces(parser.push(text))
+        elif text:
+            yield Piece(text)
+
+    def _finish(self) -> "Reply":
+        for _ in self:
+            pass
+        return self
+
+    @property
+    def text(self) -> str:
+        return "".join(p for p in self._finish()._pieces if not p.reasoning)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(p for p in self._finish()._pieces if p.reasoning)
+
+    @property
+    def tokens(self) -> list[int]:
+        return list(self._finish()._tokens)
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self._finish()._reason
+
+    @property
+    def stats(self) -> dict:
+        """Counts, seconds and tokens per second so far, and the peak of memory in bytes."""
+        stats = dict(self._stats)
+        for name in ("prompt", "generate"):
+            counted = "generated" if name == "generate" else name
+            seconds, n = stats.get(f"{name}_seconds"), stats.get(f"{counted}_tokens")
+            stats[f"{name}_tokens_per_second"] = n / seconds if seconds else None
+        return stats | {"peak_bytes": peak_bytes(), "finish_reason": self._reason}
+
+    def close(self):
+        """Stop generating; what was produced stays."""
+        self._run.close()
+        self._reason = self._reason or "interrupted"
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        state = self._reason or ("not started" if not self._tokens else "running")
+        text = "".join(self._pieces)
+        return f"<ds4mlx reply, {len(self._tokens)} tokens, {state}: {text[:200]!r}>"
+
+
+def peak_bytes() -> int:
+    """The most memory in use so far: MLX's own count on a GPU, else the process's."""
+    if mx.default_device() == mx.gpu:
+        return mx.get_peak_memory()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _check_ranges(**values):
+    """Raises UsageError for the first value outside its range; None means its default."""
+    ranges = {
+        "tokens": (1, None),
+        "ctx": (1, None),
+        "prefill_chunk": (1, None),
+        "temp": (0, 100),
+        "top_p": (0, 1),
+        "min_p": (0, 1),
+        "seed": (0, 2**64 - 1),
+    }
+    for name, value in values.items():
+        low, high = ranges[name]
+        if value is None or (value >= low and (high is None or value <= high)):
+            continue
+        wanted = f"{low} to {high}" if high is not None else f"at least {low}"
+        raise UsageError(f"{name} is {value}, wanted {wanted}")

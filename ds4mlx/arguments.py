@@ -1,0 +1,354 @@
+"""The argument layer: words in, a verb and its checked options out; text stays as it was typed.
+
+It stands in front of Fire, which would read `1e5`, `None` or `a,b` as Python values.
+"""
+
+import codecs
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .errors import UsageError
+
+WAYS = "-- TEXT, --prompt=TEXT, --prompt-file FILE, or standard input"
+
+
+class Kind(NamedTuple):
+    """How the text of a flag becomes its value; `read` raises ValueError for what is not wanted."""
+
+    label: str
+    wanted: str
+    read: Callable[[str], object]
+
+
+class Flag(NamedTuple):
+    """One flag of a verb. Without a kind it is a switch that stands for `value`.
+
+    Flags with the same key exclude each other; the key is the keyword of the Python API.
+    """
+
+    names: tuple[str, ...]
+    key: str
+    help: str
+    kind: Kind | None = None
+    value: object = True
+    default: object = None  # as the Python API has it
+
+
+class PromptFile(str):
+    """Where a prompt is to be read from; `-` is standard input."""
+
+
+class Verb(NamedTuple):
+    """What may follow a verb; `free` is the key of its one free argument."""
+
+    help: str
+    usage: str
+    flags: tuple[Flag, ...]
+    free: str | None = None
+
+
+def _whole(low: int, high: int | None = None, wanted: str | None = None) -> Kind:
+    def read(text: str) -> int:
+        if not re.fullmatch("[+-]?[0-9]{1,30}", text):
+            raise ValueError
+        return _within(int(text), low, high)
+
+    return Kind("N", wanted or f"a whole number from {low}", read)
+
+
+def _real(low: float, high: float) -> Kind:
+    def read(text: str) -> float:
+        if not re.fullmatch("[0-9.eE+-]+", text):
+            raise ValueError
+        return _within(float(text), low, high)
+
+    return Kind("F", f"a number from {low} to {high}", read)
+
+
+def _within(value, low, high):
+    if value < low or (high is not None and value > high):
+        raise ValueError
+    return value
+
+
+def _choice(*words: str) -> Kind:
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError
+        return text
+
+    return Kind("|".join(words), f"one of {', '.join(words)}", read)
+
+
+def _text(text: str) -> str:
+    text.encode()  # the bytes of an argument that are no UTF-8 arrive as lone surrogates
+    return text
+
+
+def _path(text: str) -> str:
+    if not text:
+        raise ValueError
+    return text
+
+
+TEXT = Kind("TEXT", "UTF-8 text", _text)
+FILE = Kind("FILE", "a path", _path)
+
+MODEL = Flag(
+    ("-m", "--model"),
+    "model",
+    "a GGUF file (any shard of a split one), or a folder with config.json and safetensors; "
+    "without it the small embedded model runs, which completes Python",
+    FILE,
+)
+JSON = Flag(("--json",), "as_json", "print one JSON object")
+DEBUG = Flag(("--debug",), "debug", "show the trace of an error")
+CHUNK = Flag(
+    ("--prefill-chunk",), "prefill_chunk", "prompt tokens at a time", _whole(1), default=512
+)
+
+VERBS = {
+    "generate": Verb(
+        "write the model's answer to a prompt",
+        "[FLAGS] [PROMPT]",
+        (
+            MODEL,
+            Flag(("-p", "--prompt"), "prompt", "the prompt, same as the free argument", TEXT),
+            Flag(
+                ("--prompt-file",),
+                "prompt",
+                "read the prompt from a file; - is standard input, which is also read when no "
+                "prompt is given and it is not a terminal",
+                Kind("FILE", "a path", lambda text: PromptFile(_path(text))),
+            ),
+            Flag(("-sys", "--system"), "system", "system text", TEXT),
+            Flag(
+                ("-n", "--tokens"),
+                "tokens",
+                "most tokens to generate (default: 50000; 256 for a model that only completes)",
+                _whole(1),
+            ),
+            Flag(
+                ("-c", "--ctx"),
+                "ctx",
+                "most tokens of prompt and answer together (default: 32768, or the model's limit)",
+                _whole(1),
+            ),
+            Flag(("--temp",), "temp", "0 takes the likeliest token", _real(0, 100), default=0.0),
+            Flag(("--top-p",), "top_p", "draw from this mass of tokens", _real(0, 1), default=1.0),
+            Flag(
+                ("--min-p",),
+                "min_p",
+                "draw from tokens at least this likely, compared with the likeliest",
+                _real(0, 1),
+                default=0.05,
+            ),
+            Flag(
+                ("--seed",),
+                "seed",
+                "the same seed draws the same text (default: a new one each time)",
+                _whole(0, 2**64 - 1, "a whole number from 0 to 2^64 - 1"),
+            ),
+            Flag(
+                ("--think-level",),
+                "think",
+                "how much to reason before the answer",
+                _choice("off", "low", "high", "max"),
+                default="high",
+            ),
+            Flag(("--think",), "think", "same as --think-level high", value="high"),
+            Flag(("--think-max",), "think", "same as --think-level max", value="max"),
+            Flag(("--nothink",), "think", "same as --think-level off", value="off"),
+            Flag(
+                ("--release",),
+                "release",
+                "release of the weights, where the file does not tell",
+                _choice("preview", "0731"),
+            ),
+            Flag(("--raw", "--raw-prompt"), "raw", "complete the text as it is: no chat roles"),
+            CHUNK,
+            JSON,
+            DEBUG,
+        ),
+        "prompt",
+    ),
+    "inspect": Verb(
+        "say what a model file holds and what would be used of it",
+        "[FLAGS] FILE",
+        (
+            MODEL._replace(help="the file, same as the free argument"),
+            Flag(("--draft",), "draft", "a DSpark file: does it belong to the model?", FILE),
+            JSON,
+            DEBUG,
+        ),
+        "model",
+    ),
+    "bench": Verb(
+        "measure loading, prefill and decoding on this machine",
+        "[FLAGS]",
+        (
+            MODEL,
+            Flag(("-n", "--tokens"), "tokens", "tokens to generate", _whole(1)),
+            CHUNK,
+            DEBUG,
+        ),
+    ),
+}
+
+
+def parse(words: list[str]) -> tuple[str, dict]:
+    """Words of a command line -> the verb and its options, only those that were given.
+
+    No file is opened: a prompt that comes from one is a PromptFile. Raises UsageError, one
+    sentence that names the word, for everything that cannot be meant.
+    """
+    verbs = ", ".join(VERBS)
+    if not words:
+        raise UsageError(f"no verb is given, wanted one of {verbs}; ds4mlx --help tells more")
+    if words[0] not in VERBS:
+        near = _nearest(words[0], [*VERBS, "--help", "--version"])
+        raise UsageError(f"{words[0]!r:.60} is no verb{near}; the first word is one of {verbs}")
+    name, verb = words[0], VERBS[words[0]]
+    flags = {n: flag for flag in verb.flags for n in flag.names}
+    options, sources, free = {}, {}, []
+    rest = iter(words[1:])
+    for word in rest:
+        if word == "--":
+            free += rest
+        elif not word.startswith("-"):
+            free.append(word)
+        else:
+            typed, flag, value = _flag(word, rest, flags, verb)
+            if flag.key in options:
+                raise UsageError(_twice(sources[flag.key], typed, flags))
+            options[flag.key], sources[flag.key] = value, typed
+    if free:
+        if verb.free is None or len(free) > 1:
+            raise UsageError(_extra(name, verb, free))
+        if verb.free in options:
+            what = f"both {sources[verb.free]} and the argument {free[0]!r:.60} are given"
+            raise UsageError(f"{what}, wanted one {verb.free}")
+        kind = TEXT if verb.free == "prompt" else FILE
+        options[verb.free] = _value(f"the {verb.free}", kind, free[0])
+    options.pop("debug", None)
+    return name, options
+
+
+def _flag(word: str, rest, flags: dict[str, Flag], verb: Verb) -> tuple[str, Flag, object]:
+    """The flag that `word` names, as typed, and its value, for which `rest` may be needed."""
+    typed, equals, text = word.partition("=")
+    flag = flags.get(typed.replace("_", "-"))
+    if flag is None:
+        raise UsageError(_unknown(word, typed, flags, verb))
+    if flag.kind is None:
+        if equals:
+            raise UsageError(f"{typed} takes no value, found {text!r:.60}")
+        return typed, flag, flag.value
+    if not equals:
+        text = next(rest, None)
+        # What looks like a flag is more likely one than the value of a flag left empty.
+        if text is None or text == "--" or text.partition("=")[0].replace("_", "-") in flags:
+            found = "" if text is None else f", found {text!r:.60} (if that is it: {typed}={text})"
+            raise UsageError(f"{typed} needs a value{found}, wanted {flag.kind.wanted}")
+    return typed, flag, _value(typed, flag.kind, text)
+
+
+def _value(what: str, kind: Kind, text: str):
+    try:
+        return kind.read(text)
+    except ValueError:  # of which a text that cannot be encoded is one
+        raise UsageError(f"{what} is {text!r:.60}, wanted {kind.wanted}") from None
+
+
+def _twice(before: str, now: str, flags: dict[str, Flag]) -> str:
+    if flags[before.replace("_", "-")] is flags[now.replace("_", "-")]:
+        return f"{now} is given twice"
+    return f"{before} and {now} exclude each other, wanted one of them"
+
+
+def _unknown(word: str, typed: str, flags: dict[str, Flag], verb: Verb) -> str:
+    ways = f" (a prompt that begins with a dash: {WAYS})" if verb.free == "prompt" else ""
+    if re.fullmatch("--?[A-Za-z][A-Za-z_-]*", typed):
+        return f"unknown flag {typed}{_nearest(typed.replace('_', '-'), flags)}{ways}"
+    return f"unknown flag {word!r:.60}{ways}"
+
+
+def _nearest(word: str, names) -> str:
+    near = difflib.get_close_matches(word, names, 1)
+    return f", the nearest is {near[0]}" if near else ""
+
+
+def _extra(name: str, verb: Verb, free: list[str]) -> str:
+    listed = " ".join(free)
+    if verb.free is None:
+        return f"{name} takes no argument, found {listed!r:.60}"
+    what = f"{len(free)} arguments are given ({listed!r:.60}), wanted one {verb.free}"
+    return f"{what}: put it in quotes" if verb.free == "prompt" else what
+
+
+def read_prompt(given: str | None) -> str:
+    """The text of a prompt: as given, from a PromptFile, or from standard input (None).
+
+    A UTF-8 byte order mark goes, all other bytes stay. Raises UsageError.
+    """
+    if given is not None and not isinstance(given, PromptFile):
+        return given
+    if given is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise UsageError(f"no prompt is given, wanted a text in quotes, {WAYS}")
+    if given is None or given == "-":
+        if sys.stdin is None:
+            raise UsageError("--prompt-file -: standard input is closed")
+        return _decoded(sys.stdin.buffer.read(), "standard input")
+    path = os.path.abspath(os.path.expandvars(os.path.expanduser(given)))
+    try:
+        with open(path, "rb") as file:
+            return _decoded(file.read(), path)
+    except OSError as error:
+        raise UsageError(f"--prompt-file {path}: {error.strerror}") from error
+
+
+def _decoded(data: bytes, source: str) -> str:
+    try:
+        return data.decode().removeprefix(codecs.BOM_UTF8.decode())
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start} (0x{data[error.start]:02x})"
+        raise UsageError(f"{source}: {byte} is not UTF-8, wanted UTF-8 text") from None
+
+
+def closest_flag(variable: str) -> str | None:
+    """The flag whose name is nearest to that of an environment variable DS4MLX_..."""
+    word = "--" + variable.removeprefix("DS4MLX_").lower().replace("_", "-")
+    names = [n for verb in VERBS.values() for flag in verb.flags for n in flag.names]
+    return next(iter(difflib.get_close_matches(word, names, 1)), None)
+
+
+def help_text(name: str | None = None) -> str:
+    """What --help prints, of one verb or of the whole command."""
+    if name is None:
+        verbs = "\n".join(f"  {n:<10}{verb.help}" for n, verb in VERBS.items())
+        return (
+            "ds4mlx: DeepSeek V4 Flash on MLX\n\n"
+            f"  ds4mlx VERB [FLAGS] ...\n\n{verbs}\n\n"
+            "ds4mlx VERB --help lists the flags of a verb; ds4mlx --version tells the version.\n"
+            "Exit status: 0, 1 a file or a run failed, 2 bad usage, 130 Ctrl-C, 141 closed pipe.\n"
+            "No environment variable is read."
+        )
+    verb = VERBS[name]
+    lines = [f"ds4mlx {name}: {verb.help}", "", f"  ds4mlx {name} {verb.usage}", ""]
+    for flag in verb.flags:
+        label = f" {flag.kind.label}" if flag.kind else ""
+        default = "" if flag.default is None else f" (default: {flag.default})"
+        lines += [f"  {', '.join(flag.names)}{label}", f"      {flag.help}{default}"]
+    if verb.free == "prompt":
+        lines += ["", f"A prompt that begins with a dash: {WAYS}.", *_STREAMS]
+    return "\n".join(lines)
+
+
+_STREAMS = (
+    "The answer goes to standard output. The reasoning before it, progress and statistics go to",
+    "standard error. Ctrl-C stops after the token at hand; a second one kills.",
+)

@@ -1,0 +1,226 @@
+"""The command line: `arguments` decides what was meant, Fire calls the verb, this module prints.
+
+A verb is a generator of text for standard output, which holds the answer and nothing else;
+it has not run when Fire hands it back. MLX is imported late: help must not wait for it.
+"""
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing
+
+from . import __version__, arguments
+from .errors import Ds4Error, UsageError
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run one command line -> its exit status.
+
+    0; 1 a file or a run failed; 2 bad usage; 130 after Ctrl-C; 141 when the pipe was closed.
+    """
+    words = sys.argv[1:] if words is None else words
+    flags = words[: words.index("--")] if "--" in words else words
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8")  # in any locale
+    try:
+        _run(words, flags)
+        return 0
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+    except BrokenPipeError:
+        # Nobody reads on; the interpreter's own last flush must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:  # the outermost place: a fault of ours ends in one line too
+        if "--debug" in flags:
+            traceback.print_exc()
+        known = isinstance(error, Ds4Error)
+        text = " ".join(str(error).split())
+        _say(text if known else f"{type(error).__name__}: {text} (--debug shows where)")
+        return error.status if known else 1
+
+
+def _run(words: list[str], flags: list[str]):
+    if "--help" in flags or "-h" in flags:
+        print(arguments.help_text(words[0] if words[0] in VERBS else None), flush=True)
+    elif words == ["--version"]:
+        print(f"ds4mlx {__version__}", flush=True)
+    else:
+        verb, options = arguments.parse(words)
+        _warn_of_variables()
+        import fire
+
+        # Fire gets a verb whose options are settled: there is no text left for it to read.
+        call = {verb: lambda: VERBS[verb](**options)}
+        fire.Fire(call, command=[verb], name="ds4mlx", serialize=_show)
+
+
+def _show(texts: Iterator[str]):
+    with closing(texts):
+        for text in texts:
+            print(text, end="", flush=True)
+
+
+def generate(prompt=None, model=None, as_json=False, **options) -> Iterator[str]:
+    """Load a model and answer `prompt`; `options` are those of `Model.generate`."""
+    prompt = arguments.read_prompt(prompt)
+    from . import load
+
+    with _Watch() as watch:
+        loaded = load(model, progress=watch.progress)
+        reply = loaded.generate(prompt, progress=watch.progress, **options)
+        for note in reply.notes:
+            _say(note)
+        with closing(reply):
+            if as_json:
+                deque(_pieces(reply, watch), 0)
+            else:
+                yield from _streamed(_pieces(reply, watch))
+        if as_json:
+            names = ("text", "reasoning", "tokens", "finish_reason", "stats")
+            yield _json({name: getattr(reply, name) for name in names})
+        _say(_closing_line(reply))
+        if watch.stopped:
+            raise KeyboardInterrupt
+
+
+def inspect(model=None, draft=None, as_json=False) -> Iterator[str]:
+    """What a file holds, as lines or as JSON."""
+    if model is None:
+        raise UsageError("no file is given, wanted ds4mlx inspect FILE")
+    from .convert.inspect import lines, report
+
+    found = report(model, draft)
+    yield from [_json(found)] if as_json else (f"{line}\n" for line in lines(found))
+
+
+def bench(model=None, **options) -> Iterator[str]:
+    """Measure; `options` are those of `bench.rows`."""
+    from .bench import rows
+
+    for line in rows(model, **options):
+        yield f"{line}\n"
+
+
+VERBS = {"generate": generate, "inspect": inspect, "bench": bench}
+
+
+def _pieces(reply, watch: "_Watch") -> Iterator[str]:
+    """The pieces of a reply until Ctrl-C."""
+    try:
+        for piece in reply:
+            watch.clear()
+            yield piece
+            if watch.stopped:
+                return
+    except KeyboardInterrupt:  # raised by `progress`, before the first token
+        pass
+
+
+def _streamed(pieces: Iterator[str]) -> Iterator[str]:
+    """The answer, ending in a newline; the reasoning goes to standard error, as ds4 shows it."""
+    grey, plain = ("\033[2m", "\033[0m") if sys.stderr.isatty() else ("", "")
+    answer, thought = "", "\n"
+    for piece in pieces:
+        if piece.reasoning:
+            _error(f"{grey}{piece}{plain}")
+            thought = piece or thought
+        else:
+            thought = _ended(thought)
+            yield piece
+            answer = piece or answer
+    _ended(thought)
+    if not answer.endswith("\n"):
+        yield "\n"
+
+
+def _ended(thought: str) -> str:
+    """The end of the reasoning forces a newline."""
+    if not thought.endswith("\n"):
+        _error("\n")
+    return "\n"
+
+
+def _closing_line(reply) -> str:
+    stats = reply.stats
+    parts = [f"prompt {_counted(stats['prompt_tokens'], stats['prompt_tokens_per_second'])}"]
+    if stats["first_token_seconds"] is not None:
+        parts.append(f"first token {stats['first_token_seconds']:.2f} s")
+    parts += [
+        f"generated {_counted(stats['generated_tokens'], stats['generate_tokens_per_second'])}",
+        f"peak {stats['peak_bytes'] / 1e9:.2f} GB",
+    ]
+    limits = {"length": "token limit (-n)", "context": "context limit (-c)"}
+    if reply.finish_reason in limits:
+        inside = " inside the reasoning" if reply.reasoning and not reply.text else ""
+        parts.append(f"ended by the {limits[reply.finish_reason]}{inside}")
+    return "; ".join(parts)
+
+
+def _counted(tokens: int, per_second: float | None) -> str:
+    return f"{tokens} tokens" + (f", {per_second:.1f} t/s" if per_second else "")
+
+
+class _Watch:
+    """Looks after a run from outside: Ctrl-C, and progress where standard error is a terminal."""
+
+    def __init__(self):
+        self.stopped = False
+        self._bar = self._stage = None
+
+    def __enter__(self):
+        self._before = signal.signal(signal.SIGINT, self._stop)
+        return self
+
+    def __exit__(self, *_):
+        self.clear()
+        signal.signal(signal.SIGINT, self._before)
+
+    def _stop(self, *_):
+        """The first Ctrl-C asks the run to end at the next token, the second kills."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self.stopped = True
+
+    def progress(self, stage: str, done: int, total: int):
+        if self.stopped:
+            raise KeyboardInterrupt
+        if not sys.stderr.isatty():
+            return
+        if self._bar is None or self._stage != stage:
+            from tqdm import tqdm
+
+            self.clear()
+            self._stage = stage
+            self._bar = tqdm(desc=stage, total=total, delay=0.5, leave=False, unit_scale=True)
+        self._bar.update(done - self._bar.n)
+
+    def clear(self):
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _warn_of_variables():
+    """Names from other programs' habits change nothing here, and a run must not pretend so."""
+    names = sorted(name for name in os.environ if name.startswith("DS4MLX_"))
+    if names:
+        flags = {name: arguments.closest_flag(name) for name in names}
+        listed = ", ".join(f"{n} (see {f})" if f else n for n, f in flags.items())
+        _say(f"warning: no environment variable is read, found {listed}")
+
+
+def _json(value) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+def _say(line: str):
+    _error(f"ds4mlx: {line}\n")
+
+
+def _error(text: str):
+    print(text, end="", file=sys.stderr, flush=True)
