@@ -261,18 +261,8 @@ class _Strings:
 
 
 # Value type code of a number -> its format, for struct and for NumPy alike.
-_NUMBERS = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
-}
+_CODES = (0, 1, 2, 3, 4, 5, 6, 10, 11, 12)
+_NUMBERS = {code: f"<{letter}" for code, letter in zip(_CODES, "BbHhIifQqd", strict=True)}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 
@@ -375,7 +365,7 @@ class _Reader:
         else:
             self.skip(at - start, what)
             return _Strings(data[start:at], n)
-        self.skip(at + 8 - start, what)
+        self.skip(at + 8 - start, what)  # fails: the next string begins past the end
 
 
 def _parse(given: Path, path: Path, data: mmap.mmap) -> GGUF:
@@ -398,7 +388,7 @@ def _parse(given: Path, path: Path, data: mmap.mmap) -> GGUF:
     infos = [_tensor_info(read, i) for i in range(n_tensors)]
     alignment = values.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        read.fail(f"general.alignment is {alignment!r}, wanted a power of two")
+        read.fail(f"general.alignment is {alignment!r:.60}, wanted a power of two")
     tensors = _tensors(path, infos, alignment, read.at + -read.at % alignment)
     _check_extent(path, tensors, alignment, read.at, len(data))
     return GGUF(path, given, Metadata(path, values), tensors, len(data))
