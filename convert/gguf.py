@@ -42,6 +42,11 @@ class Tensor:
     offset: int  # in the file
     nbytes: int
 
+    @property
+    def place(self) -> tuple[Path, int]:
+        """Tensors at the same place are the same bytes."""
+        return self.path, self.offset
+
     def read(self) -> np.ndarray:
         """The packed bytes, uint8 [rows, row bytes], in one read. Raises FileError."""
         rows = math.prod(self.shape[:-1])

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from ..errors import FileError
+from .folder import FolderTensor
 from .gguf import GGUF, Tensor, some
 from .names import by_official_name, draft_name, gguf_name, layer_of, spare_layers, target_name
 
@@ -26,11 +28,20 @@ def check_target(gguf: GGUF, config: dict) -> dict[str, Tensor]:
     """
     spare = spare_layers(gguf) - set(range(config["num_hidden_layers"]))
     own = [t for t in gguf.tensors.values() if layer_of(t.name) not in spare]
-    found, problems = by_official_name(own, target_name)
+    return _target_tensors(gguf.path, config, *by_official_name(own, target_name))
+
+
+def check_folder(path: Path, tensors: dict[str, FolderTensor], config: dict) -> dict:
+    """The same of a folder of safetensors, whose names are the official ones already."""
+    own = {n: t for n, t in tensors.items() if not n.startswith("mtp.")}
+    return _target_tensors(path, config, own, [])
+
+
+def _target_tensors(path: Path, config: dict, found: dict, problems: list[str]) -> dict:
     wanted = dict(_target(config))
-    if config["tie_word_embeddings"]:
+    if config.get("tie_word_embeddings"):
         del wanted["head.weight"]
-    tensors = _checked(gguf, wanted, _TYPES, found, problems)
+    tensors = _checked(path, wanted, _TYPES, found, problems)
     return {"head.weight": tensors["embed.weight"]} | tensors
 
 
@@ -59,7 +70,7 @@ def check_draft(gguf: GGUF, draft: dict, target: dict) -> dict[str, Tensor]:
         problems.append(f"target layer {ids[-1]} is outside the target's {layers} layers")
     wanted = dict(_draft(draft, target))
     types = _TYPES | {"vector": (*FLOATS, "Q8_0")}
-    return _checked(gguf, wanted, types, found, problems)
+    return _checked(gguf.path, wanted, types, found, problems)
 
 
 def check_pair(draft: dict, target: dict) -> str | None:
@@ -93,7 +104,7 @@ def check_ids(name: str, ids: np.ndarray, experts: int):
         )
 
 
-def _checked(gguf: GGUF, wanted: _Wanted, types: dict, found: dict, problems: list) -> dict:
+def _checked(path: Path, wanted: _Wanted, types: dict, found: dict, problems: list) -> dict:
     """`found` in its wanted shapes, or FileError with these and all further `problems`."""
     tensors = {}
     for name, (kind, shape) in wanted.items():
@@ -115,7 +126,7 @@ def _checked(gguf: GGUF, wanted: _Wanted, types: dict, found: dict, problems: li
     problems += [f"unexpected {t.name} {t.type} {_text(t.shape)}" for t in found.values()]
     if problems:
         raise FileError(
-            f"{gguf.path}: {len(problems)} problems with its tensors (shapes outermost first): "
+            f"{path}: {len(problems)} problems with its tensors (shapes outermost first): "
             f"{some(problems)}"
         )
     return tensors

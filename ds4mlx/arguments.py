@@ -8,12 +8,17 @@ import difflib
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import NamedTuple
 
 from .errors import UsageError
 
 WAYS = "-- TEXT, --prompt=TEXT, --prompt-file FILE, or standard input"
+STREAMS = (
+    "The answer goes to standard output; the reasoning before it, progress and statistics go to "
+    "standard error. Ctrl-C stops after the token at hand, a second one kills."
+)
 
 
 class Kind(NamedTuple):
@@ -107,9 +112,6 @@ MODEL = Flag(
 )
 JSON = Flag(("--json",), "as_json", "print one JSON object")
 DEBUG = Flag(("--debug",), "debug", "show the trace of an error")
-CHUNK = Flag(
-    ("--prefill-chunk",), "prefill_chunk", "prompt tokens at a time", _whole(1), default=512
-)
 
 VERBS = {
     "generate": Verb(
@@ -170,7 +172,13 @@ VERBS = {
                 _choice("preview", "0731"),
             ),
             Flag(("--raw", "--raw-prompt"), "raw", "complete the text as it is: no chat roles"),
-            CHUNK,
+            Flag(
+                ("--prefill-chunk",),
+                "prefill_chunk",
+                "prompt tokens at a time",
+                _whole(1),
+                default=512,
+            ),
             JSON,
             DEBUG,
         ),
@@ -188,12 +196,12 @@ VERBS = {
         "model",
     ),
     "bench": Verb(
-        "measure loading, prefill and decoding on this machine",
+        "measure the time to the first token and the speed of decoding here",
         "[FLAGS]",
         (
             MODEL,
-            Flag(("-n", "--tokens"), "tokens", "tokens to generate", _whole(1)),
-            CHUNK,
+            Flag(("-n", "--tokens"), "tokens", "tokens to generate", _whole(1), default=128),
+            Flag(("--runs",), "runs", "repetitions of each figure", _whole(1), default=5),
             DEBUG,
         ),
     ),
@@ -274,7 +282,7 @@ def _unknown(word: str, typed: str, flags: dict[str, Flag], verb: Verb) -> str:
     ways = f" (a prompt that begins with a dash: {WAYS})" if verb.free == "prompt" else ""
     if re.fullmatch("--?[A-Za-z][A-Za-z_-]*", typed):
         return f"unknown flag {typed}{_nearest(typed.replace('_', '-'), flags)}{ways}"
-    return f"unknown flag {word!r:.60}{ways}"
+    return f"{word!r:.60} is no flag{ways}"
 
 
 def _nearest(word: str, names) -> str:
@@ -287,7 +295,7 @@ def _extra(name: str, verb: Verb, free: list[str]) -> str:
     if verb.free is None:
         return f"{name} takes no argument, found {listed!r:.60}"
     what = f"{len(free)} arguments are given ({listed!r:.60}), wanted one {verb.free}"
-    return f"{what}: put it in quotes" if verb.free == "prompt" else what
+    return f'{what}: put it in quotes, as in "{listed:.60}"' if verb.free == "prompt" else what
 
 
 def read_prompt(given: str | None) -> str:
@@ -342,13 +350,11 @@ def help_text(name: str | None = None) -> str:
     for flag in verb.flags:
         label = f" {flag.kind.label}" if flag.kind else ""
         default = "" if flag.default is None else f" (default: {flag.default})"
-        lines += [f"  {', '.join(flag.names)}{label}", f"      {flag.help}{default}"]
+        lines += [f"  {', '.join(flag.names)}{label}", *_wrapped(flag.help + default, "      ")]
     if verb.free == "prompt":
-        lines += ["", f"A prompt that begins with a dash: {WAYS}.", *_STREAMS]
+        lines += ["", f"A prompt that begins with a dash: {WAYS}.", *_wrapped(STREAMS)]
     return "\n".join(lines)
 
 
-_STREAMS = (
-    "The answer goes to standard output. The reasoning before it, progress and statistics go to",
-    "standard error. Ctrl-C stops after the token at hand; a second one kills.",
-)
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, 96, initial_indent=indent, subsequent_indent=indent)

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from .config import TargetConfig
 from .convert.config import target_config
+from .convert.folder import folder_tensors
 from .convert.gguf import open_gguf
-from .convert.inventory import check_target
+from .convert.inventory import check_folder, check_target
 from .errors import FileError, UsageError
 from .tokenizer import Tokenizer
-from .weights import Progress, Weights, folder_weights, gguf_weights
+from .weights import Progress, Weights, load_weights
 
 EMBEDDED = "nano.gguf"  # the small trained model that comes with the package
 
@@ -36,7 +38,7 @@ def load_files(path: str | Path | None, progress: Progress | None = None) -> Fil
     if path is None:
         path = files(__package__) / "data" / EMBEDDED
     folder = Path(os.path.expandvars(os.path.expanduser(path)))
-    return _folder(folder) if (folder / "config.json").is_file() else _gguf(path, progress)
+    return (_folder if (folder / "config.json").is_file() else _gguf)(folder, progress)
 
 
 def _gguf(path, progress) -> Files:
@@ -47,14 +49,14 @@ def _gguf(path, progress) -> Files:
     return Files(
         name=gguf.path.name,
         config=config,
-        weights=gguf_weights(tensors, config["n_routed_experts"], gguf.path.name, progress),
+        weights=load_weights(tensors, config["n_routed_experts"], gguf.path.name, progress),
         tokenizer=tokenizer,
         release=config["release"],
         chat=bool(gguf.metadata.get("ds4mlx.chat", True)),
     )
 
 
-def _folder(path: Path) -> Files:
+def _folder(path: Path, progress) -> Files:
     """A folder with config.json, tokenizer.json and safetensors under the official names."""
     path = path.resolve()
     try:
@@ -66,10 +68,12 @@ def _folder(path: Path) -> Files:
         raise UsageError(f"{path}: there is no .safetensors file beside config.json")
     if not (path / "tokenizer.json").is_file():
         raise UsageError(f"{path}: there is no tokenizer.json beside config.json")
+    TargetConfig.from_dict(config, str(path / "config.json"))  # complains of all missing fields
+    tensors = check_folder(path, folder_tensors(shards), config)
     return Files(
         name=path.name,
         config=config,
-        weights=folder_weights(shards, str(path)),
+        weights=load_weights(tensors, config["n_routed_experts"], path.name, progress),
         tokenizer=Tokenizer.from_json(path / "tokenizer.json"),
         release=config.get("release"),
         chat=config.get("chat", True),

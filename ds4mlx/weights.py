@@ -4,16 +4,15 @@ Each tensor is read once, repacked and handed to MLX; its staging copy is gone b
 Nothing stays lazy: MLX can evaluate a graph only in the thread that built it.
 """
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
 
+from .convert.folder import FolderTensor
 from .convert.gguf import Tensor
 from .convert.inventory import check_ids
 from .convert.repack import repack
-from .convert.safetensors import read_safetensors
 from .errors import FileError
 from .packed import Matrix, Packed
 
@@ -43,55 +42,29 @@ class Weights:
             raise FileError(f"{self._source}: tensors that no module reads: {names}")
 
 
-def gguf_weights(
-    tensors: dict[str, Tensor],
+def load_weights(
+    tensors: dict[str, Tensor | FolderTensor],
     experts: int,
     source: str = "weights",
     progress: Progress | None = None,
 ) -> Weights:
-    """Tensors of GGUF files by official name; those that share their bytes are loaded once.
+    """Read tensors, given by official name; those that share their bytes are loaded once.
 
     Raises FileError for a hash table that names an expert at or above `experts`.
     """
     total = sum(t.nbytes for t in tensors.values())
     loaded, shared, done = {}, {}, 0
     for name, t in tensors.items():
-        place = (t.path, t.offset)
-        if place not in shared:
+        if t.place not in shared:
             raw = t.read()
             if t.type == "I32":
                 check_ids(t.name, raw.view(np.int32), experts)
-            shared[place] = as_matrix(t.type, raw, t.shape)
-        loaded[name] = shared[place]
+            shared[t.place] = as_matrix(t.type, raw, t.shape)
+        loaded[name] = shared[t.place]
         done += t.nbytes
         if progress:
             progress("load", done, total)
     return Weights(loaded, source)
-
-
-def folder_weights(paths: Iterable[Path], source: str = "weights") -> Weights:
-    """Tensors of safetensors files under the official names; experts 0, 1, .. are stacked."""
-    entries = {}
-    for path in paths:
-        entries |= read_safetensors(path)
-    loaded = {}
-    for name, entry in entries.items():
-        if ".experts." not in name:
-            loaded[name] = as_matrix(entry.dtype, entry.raw, entry.shape)
-        elif ".experts.0." in name:
-            parts = list(_experts(entries, name))
-            raw = np.concatenate([part.raw for part in parts])
-            stacked = name.replace(".experts.0.", ".experts.")
-            loaded[stacked] = as_matrix(entry.dtype, raw, (len(parts), *entry.shape))
-    return Weights(loaded, source)
-
-
-def _experts(entries: dict, first: str):
-    """The entries of experts 0, 1, .. of one layer, as many as there are."""
-    e = 0
-    while (name := first.replace(".experts.0.", f".experts.{e}.")) in entries:
-        yield entries[name]
-        e += 1
 
 
 def as_matrix(type: str, raw: np.ndarray, shape: tuple[int, ...]) -> Matrix:

@@ -1,14 +1,16 @@
 """Golden vectors of an independent reference (transformers in float32; see golden/*/case.json)."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
 
 from ds4mlx.config import TargetConfig
+from ds4mlx.convert.folder import folder_tensors
 from ds4mlx.target import Target
-from ds4mlx.weights import folder_weights
+from ds4mlx.weights import load_weights
 
 HERE = Path(__file__).parent / "golden"
 SHARED = Path(__file__).parents[2] / "shared"
@@ -38,8 +40,7 @@ def description(case: str) -> dict:
 
 def target(case: str, **changes) -> Target:
     """The case's target; rounding is off unless `changes` says otherwise."""
-    from dataclasses import replace
-
     config = TargetConfig.from_dict(description(case)["config"]).rounded(False)
     path = folder(case) / "target_weights.safetensors"
-    return Target(replace(config, **changes), folder_weights([path]))
+    tensors = folder_tensors([path])
+    return Target(replace(config, **changes), load_weights(tensors, config.n_routed_experts))

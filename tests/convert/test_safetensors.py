@@ -60,7 +60,7 @@ def test_metadata_is_no_tensor(tmp_path):
         (b"[]", "not a JSON object"),
         ({"t": [1]}, "tensor t needs dtype"),
         ({"t": {"dtype": "F32", "shape": [4]}}, "tensor t needs dtype"),
-        ({"t": entry(0, 16, "F33")}, "tensor t has the unknown dtype F33"),
+        ({"t": entry(0, 16, "F33")}, "tensor t has the unknown dtype 'F33'"),
         ({"t": entry(0, 16, ["F32"])}, "tensor t has the unknown dtype"),
         ({"t": entry(0, 20)}, "tensor t lies at 0 to 20, but the file has 16 bytes"),
         ({"t": entry(16, 0)}, "tensor t"),
