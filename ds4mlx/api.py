@@ -11,13 +11,13 @@ import mlx.core as mx
 from .cache import Cache
 from .chat import render
 from .config import TargetConfig
-from .errors import Ds4Error, UsageError
+from .errors import UsageError
 from .generate import decode, prefill
 from .loading import load_files
 from .parse import OutputParser
 from .sampling import Sampler
 from .target import Target
-from .tokenizer import Control, Tokenizer
+from .tokenizer import Tokenizer
 from .weights import Progress
 
 CHUNK = 512  # tokens of prefill at a time
@@ -76,7 +76,8 @@ class Model:
         of prompt and reply together (default 32,768 or the model's limit). temp 0 is greedy;
         otherwise top_p, min_p and seed apply. think: "off", "low", "high" or "max"; release:
         "preview" or "0731", where the file does not tell. raw: the text's tokens and nothing else
-        (no begin token, no roles); a model without chat roles completes the text after a begin token.
+        (no begin token, no roles); a model without chat roles completes the text after a begin
+        token.
         Raises UsageError for a value out of range or a prompt that is longer than the context.
         """
         target = self._open()
@@ -215,7 +216,15 @@ class Reply:
     ):
         self.notes = notes  # what the user should know about how the prompt was made
         self._pieces, self._tokens, self._reason = [], [], None
-        self._stats = {"prompt_tokens": len(ids), "seed": sampler.seed, "ctx": ctx}
+        self._stats = {
+            "prompt_tokens": len(ids),
+            "prompt_seconds": 0.0,
+            "first_token_seconds": None,
+            "generated_tokens": 0,
+            "generate_seconds": 0.0,
+            "seed": sampler.seed,
+            "ctx": ctx,
+        }
         self._run = self._generate(
             target, tokenizer, ids, parser, sampler, limit, ctx, chunk, progress
         )
@@ -237,11 +246,10 @@ class Reply:
 
     def _generate(self, target, tokenizer, ids, parser, sampler, limit, ctx, chunk, progress):
         stats, start = self._stats, time.perf_counter()
-        stats |= {"generated_tokens": 0, "generate_seconds": 0.0, "first_token_seconds": None}
         cache = Cache(target.config, ctx)
-        streams = None
-        for streams, _ in prefill(target, ids, cache, chunk=chunk, progress=progress):
-            stats["prompt_seconds"] = time.perf_counter() - start
+        for chunk_streams, _ in prefill(target, ids, cache, chunk=chunk, progress=progress):
+            streams = chunk_streams
+        stats["prompt_seconds"] = time.perf_counter() - start
         room = ctx - len(ids)
         stop = tokenizer.stop_ids if parser else {tokenizer.eos}
         stream = tokenizer.stream()
@@ -254,17 +262,11 @@ class Reply:
             stats["generate_seconds"] = now - first
             if len(self._tokens) == min(limit, room):
                 reason = "length" if limit <= room else "context"
-            yield from self._decoded(stream.push(id), parser)
-        yield from self._decoded(stream.flush(), parser)
+            yield from _pieces(parser, stream, id, tokenizer.is_added(id))
+        yield from _pieces(parser, stream)
         if parser:
-            yield from _pieces(parser.finish(reason))
+            yield from (Piece(*part) for part in parser.finish(reason))
         self._reason = reason
-
-    def _decoded(self, text: str, parser) -> Iterator[Piece]:
-        if parser:
-            yield from _pieces(parser.push(text))
-        elif text:
-            yield Piece(text)
 
     def _finish(self) -> "Reply":
         for _ in self:
@@ -309,6 +311,18 @@ class Reply:
         state = self._reason or ("not started" if not self._tokens else "running")
         text = "".join(self._pieces)
         return f"<ds4mlx reply, {len(self._tokens)} tokens, {state}: {text[:200]!r}>"
+
+
+def _pieces(parser, stream, id: int | None = None, control: bool = True) -> Iterator[Piece]:
+    """Text that one token, or the end (None), completes; a control token stands by itself."""
+    texts = [(stream.flush(), False)] if control else []
+    if id is not None:
+        texts.append((stream.push(id), control))
+    for text, marker in texts:
+        if parser:
+            yield from (Piece(*part) for part in parser.push(text, marker))
+        elif text:
+            yield Piece(text)
 
 
 def peak_bytes() -> int:

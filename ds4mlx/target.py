@@ -121,16 +121,10 @@ class Attention:
             self.indexer = Indexer(config, ratio, weights.at("indexer"))
 
     def __call__(self, x, position: int, cache: LayerCache, rotations: dict):  # x [N, D]
-        config, eps = self.config, self.config.rms_norm_eps
-        N, H = x.shape[0], config.num_attention_heads
+        config, N = self.config, x.shape[0]
         rotation = rotations[bool(self.ratio)]
-        qr = ops.rms_norm(ops.linear(x, self.wq_a), self.q_norm, eps)
-        q = ops.linear(qr, self.wq_b).reshape(N, H, config.head_dim)
-        q = ops.rope(ops.rms_norm(q, None, eps), rotation)
-        kv = ops.rope(ops.rms_norm(ops.linear(x, self.wkv), self.kv_norm, eps), rotation)
-        if config.round_kv:
-            kv = ops.round_kv(kv, config.qk_rope_head_dim)
-
+        qr, q = self.queries(x, rotation)
+        kv = self.keys(x, rotation)
         start = max(0, position - config.sliding_window + 1)
         raw = kv
         if start < position:
@@ -153,10 +147,27 @@ class Attention:
             ready=ready,
             selected=selected,
         )
+        return self.project(o, rotation)
+
+    def queries(self, x, rotation) -> tuple[mx.array, mx.array]:
+        """x [N, D] -> the low-rank query [N, Rq], which the indexer reads too, and q [N, H, Dh]."""
+        config, eps = self.config, self.config.rms_norm_eps
+        qr = ops.rms_norm(ops.linear(x, self.wq_a), self.q_norm, eps)
+        q = ops.linear(qr, self.wq_b).reshape(-1, config.num_attention_heads, config.head_dim)
+        return qr, ops.rope(ops.rms_norm(q, None, eps), rotation)
+
+    def keys(self, x, rotation) -> mx.array:
+        """x [N, D] -> the rows [N, Dh] that are keys and values of all heads."""
+        config = self.config
+        kv = ops.rms_norm(ops.linear(x, self.wkv), self.kv_norm, config.rms_norm_eps)
+        kv = ops.rope(kv, rotation)
+        return ops.round_kv(kv, config.qk_rope_head_dim) if config.round_kv else kv
+
+    def project(self, o, rotation) -> mx.array:
+        """The heads' outputs o [N, H, Dh] -> [N, D]."""
         o = ops.rope(o, rotation, inverse=True)  # values carried the keys' rotation
-        return ops.linear(
-            ops.grouped_linear(o.reshape(N, config.o_groups, -1), self.wo_a), self.wo_b
-        )
+        groups = o.reshape(o.shape[0], self.config.o_groups, -1)
+        return ops.linear(ops.grouped_linear(groups, self.wo_a), self.wo_b)
 
 
 class Compressor:

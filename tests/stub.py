@@ -89,8 +89,10 @@ def announced():
 
 
 def stuck():
-    yield Piece("word\n")
+    """Tells standard error when it begins, and never comes to its first piece."""
+    print("begun", file=sys.stderr, flush=True)
     time.sleep(60)
+    yield Piece("word\n")
 
 
 class Loading(StubModel):

@@ -608,13 +608,13 @@ def test_a_variable_that_nobody_reads_is_named_once_with_the_closest_flag(run, m
 # Processes (CL-07, CL-10, CO-21) --------------------------------------------------------------
 
 
-def start(*words):
-    """A command line with a scripted model, which has said something already."""
+def start(*words, sign="stdout"):
+    """A command line with a scripted model, and the first line that it wrote to `sign`."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.stub", *words], stdout=pipe, stderr=pipe, text=True, cwd=ROOT
     )
-    return process, process.stdout.readline()
+    return process, getattr(process, sign).readline()
 
 
 def test_ctrl_c_ends_with_what_was_produced_the_statistics_and_status_130():
@@ -629,7 +629,7 @@ def test_ctrl_c_ends_with_what_was_produced_the_statistics_and_status_130():
 
 
 def test_ctrl_c_leaves_one_json_object():
-    process, _ = start_json()
+    process, _ = start("announced", "generate", "hi", "--json", sign="stderr")
     process.send_signal(signal.SIGINT)
     out, _err = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -644,7 +644,7 @@ def test_ctrl_c_while_loading_ends_with_status_130():
 
 
 def test_a_second_ctrl_c_kills():
-    process, _ = start("stuck", "generate", "hi")
+    process, _ = start("stuck", "generate", "hi", sign="stderr")
     process.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)
@@ -737,18 +737,6 @@ def test_bench_prints_its_lines(run, monkeypatch):
 
 
 # Helpers --------------------------------------------------------------------------------------
-
-
-def start_json():
-    """An endless run that prints only at its end; its first word goes nowhere, so wait for it."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.stub", "announced", "generate", "hi", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    return process, process.stderr.readline()
 
 
 def _raising(error):
