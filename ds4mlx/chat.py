@@ -9,22 +9,24 @@ from .tokenizer import ASSISTANT, BOS, DSML, END_THINK, EOS, THINK, USER, Contro
 
 LEVELS = ("off", "low", "high", "max")
 RELEASES = ("preview", "0731")
+ROLES = ("system", "latest_reminder", "user", "assistant", "tool")
 REMINDER = "<｜latest_reminder｜>"
 
 _HIGH = """\
 Reasoning Effort: Absolute maximum with no shortcuts permitted.
-You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the \
-root cause, rigorously stress-testing your logic against all potential paths, edge cases, and \
+You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve \
+the root cause, rigorously stress-testing your logic against all potential paths, edge cases, and \
 adversarial scenarios.
 Explicitly write out your entire deliberation process, documenting every intermediate step, \
-considered alternative, and rejected hypothesis to ensure absolutely no assumption is left unchecked.
+considered alternative, and rejected hypothesis to ensure absolutely no assumption is left \
+unchecked.
 
 """
 _MAX = """\
 Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising.
-You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: exhaustively \
-decompose the problem into its most fundamental components, trace every causal chain to its root, \
-and resolve the underlying cause rather than any surface symptom.
+You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: \
+exhaustively decompose the problem into its most fundamental components, trace every causal chain \
+to its root, and resolve the underlying cause rather than any surface symptom.
 Do not stop reasoning until you have independently verified the solution from multiple angles and \
 are certain that no assumption remains unchecked and no error remains undiscovered.
 
@@ -81,7 +83,7 @@ def render(
     *,
     think: str = "high",
     release: str = "0731",
-    tools: Sequence[dict] = (),
+    tools: Sequence[dict] | None = None,
     tool_choice: str = "auto",
     response_format: dict | None = None,
     keep_reasoning: bool = False,
@@ -93,15 +95,26 @@ def render(
     (text, or a list of parts), as in OpenAI's API; assistants may have `reasoning_content` and
     `tool_calls`, tools have `tool_call_id`. At most one system message, at the start; the last
     message is a user's or a tool's, unless `continue_last` goes on with an assistant's.
-    Raises UsageError for a list that the model was never trained on.
+    think: off, low, high or max (preview has no low); what high and max mean to the model depends
+    on the checkpoint's release. tools: as in OpenAI's API; with tool_choice "none" they are left
+    out, with "required" (only with thinking off) the prompt opens the call block.
+    response_format: type json_schema or json_object. keep_reasoning: earlier reasoning stays in
+    the prompt even without tools. Raises UsageError for what the official encoders refuse or
+    disagree on.
+
+    >>> prompt_text(render([{"role": "user", "content": "Hi"}], think="off"))
+    '<｜begin▁of▁sentence｜><｜User｜>Hi<｜Assistant｜></think>'
     """
+    messages = list(messages)
     _check_words(think, release, tool_choice)
+    _check_messages(messages)
+    _check_order(messages, continue_last)
     if tool_choice == "none":
         tools = ()
-    if tool_choice == "required" and (think != "off" or not tools):
-        raise UsageError("a required call needs tools, and thinking off")
-    messages = list(messages)
-    _check_order(messages, continue_last)
+    if tool_choice == "required" and (think != "off" or not tools or continue_last):
+        raise UsageError("a required call needs tools, thinking off, and a turn of its own")
+    for i, tool in enumerate(tools or ()):
+        _function(tool, f"tool {i}")
     parts: list[str] = [Control(BOS)]
     if think != "off":
         parts.append(_EFFORT.get((release, think), ""))
@@ -141,21 +154,54 @@ def prompt_text(parts: Sequence[str]) -> str:
 
 
 def _check_words(think: str, release: str, tool_choice: str):
-    allowed = {"think": LEVELS, "release": RELEASES, "tool_choice": ("auto", "none", "required")}
-    given = {"think": think, "release": release, "tool_choice": tool_choice}
+    levels = LEVELS if release != "preview" else [level for level in LEVELS if level != "low"]
+    allowed = {"release": RELEASES, "think": levels, "tool_choice": ("auto", "none", "required")}
+    given = {"release": release, "think": think, "tool_choice": tool_choice}
     for name, words in allowed.items():
         if given[name] not in words:
-            raise UsageError(f"{name} is {given[name]!r}, wanted one of {', '.join(words)}")
+            where = f" for release {release}" if name == "think" else ""
+            raise UsageError(f"{name} is {given[name]!r}, wanted {' or '.join(words)}{where}")
+
+
+def _check_messages(messages: list[dict]):
+    """Refuses a message that is not in the form of OpenAI's API, or holds more than text."""
+    for i, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ROLES:
+            found = f"role {role!r}" if isinstance(message, dict) else repr(message)[:60]
+            raise UsageError(f"message {i} has {found}, wanted one of {', '.join(ROLES)}")
+        content = message.get("content")
+        if not _readable(content, role):
+            raise UsageError(
+                f"message {i} ({role}) has content {content!r:.60}, wanted a text or a list of "
+                "parts of type text"
+            )
+        for n, call in enumerate(message.get("tool_calls") or ()):
+            _function(call, f"call {n} of message {i}")
+
+
+def _readable(content, role: str) -> bool:
+    if isinstance(content, list):
+        kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
+        return all(
+            isinstance(part.get("text"), str) if kind == "text" else kind and role == "tool"
+            for kind, part in zip(kinds, content, strict=True)
+        )
+    return isinstance(content, str) or (content is None and role == "assistant")
+
+
+def _function(holder: dict, what: str) -> dict:
+    function = holder.get("function") if isinstance(holder, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UsageError(f"{what} is {holder!r:.60}, wanted a function with a name")
+    return function
 
 
 def _check_order(messages: list[dict], continue_last: bool):
     """Refuses lists on which the official encoders disagree or that make no turn (chat 3)."""
-    roles = ("system", "latest_reminder", "user", "assistant", "tool")
     before = None
     for i, message in enumerate(messages):
-        role = message.get("role")
-        if role not in roles:
-            raise UsageError(f"message {i} has role {role!r}, wanted one of {', '.join(roles)}")
+        role = message["role"]
         starts = {"system": (None,), "latest_reminder": (None, "system")}
         if role in starts and before not in starts[role]:
             raise UsageError(f"message {i} is a {role} message, which may only stand at the start")
@@ -206,7 +252,7 @@ def _calls(calls: list[dict]) -> list[str]:
     for call in calls:
         function = call["function"]
         parts += [*_marked("<｜DSML｜invoke name="), f'"{function["name"]}">\n']
-        lines = list(_arguments(function.get("arguments") or {}))
+        lines = list(_arguments(function.get("arguments")))
         for name, value, string in lines:
             parts += [*_marked("<｜DSML｜parameter name="), f'"{name}" string="{string}">', value]
             parts += _marked("</｜DSML｜parameter>\n")
@@ -216,16 +262,17 @@ def _calls(calls: list[dict]) -> list[str]:
     return parts + _marked("</｜DSML｜tool_calls>")
 
 
-def _arguments(arguments: str | dict) -> Iterator[tuple[str, str, str]]:
+def _arguments(arguments: str | dict | None) -> Iterator[tuple[str, str, str]]:
     """(name, text, "true" for a string) of each argument; text that is no object stays whole."""
-    values = arguments
+    values = {} if arguments is None else arguments
     if isinstance(arguments, str):
         try:
             values = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             values = None
     if not isinstance(values, dict):
-        yield "arguments", str(arguments), "true"
+        whole = arguments if isinstance(arguments, str) else _json(arguments)
+        yield "arguments", whole, "true"
         return
     for name, value in values.items():
         text = isinstance(value, str)
@@ -233,16 +280,19 @@ def _arguments(arguments: str | dict) -> Iterator[tuple[str, str, str]]:
 
 
 def _answer_format(response_format: dict | None, messages: list[dict]) -> str:
-    kind = (response_format or {"type": "text"})["type"]
-    if kind == "text":
-        return ""
-    if kind == "json_schema":
-        return _SCHEMA + _json(response_format["json_schema"]["schema"])
-    if kind != "json_object":
-        raise UsageError(f"response_format is {kind!r}, wanted text, json_schema or json_object")
-    if not any("json" in _text(m).lower() for m in messages):
-        raise UsageError("response_format json_object needs a message that contains the word json")
-    return _ANY_JSON
+    match response_format:
+        case None | {"type": "text"}:
+            return ""
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return _SCHEMA + _json(schema)
+        case {"type": "json_object"}:
+            if any("json" in _text(message).lower() for message in messages):
+                return _ANY_JSON
+            raise UsageError("response_format json_object needs the word json in some message")
+    raise UsageError(
+        f"response_format is {response_format!r:.60}, wanted type text, json_object, or "
+        "json_schema with a schema"
+    )
 
 
 def _text(message: dict) -> str:

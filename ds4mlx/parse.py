@@ -1,199 +1,340 @@
-"""Generated text into reasoning, answer and tool calls, as it streams (chat 11, 12)."""
+"""Generated text into reasoning, answer and tool calls, piece by piece (chat 11 and 12)."""
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from .tokenizer import DSML, END_THINK, THINK
 
-# Inside the parser a marker is one character that no text contains (a lone surrogate), so that
-# its spelling in ordinary tokens stays text.
+# Inside the parser a marker is one character that no decoded text holds (a lone surrogate), so
+# that the same spelling in ordinary tokens stays text.
 _OPEN, _CLOSE, _DSML = "\ud800", "\ud801", "\ud802"
-_SPELT = {THINK: _OPEN, END_THINK: _CLOSE, DSML: _DSML}
-_AS_TEXT = str.maketrans({mark: text for text, mark in _SPELT.items()})
+_MARKS = {THINK: _OPEN, END_THINK: _CLOSE, DSML: _DSML}
+_SPELT = str.maketrans({mark: text for text, mark in _MARKS.items()})
 
-_BLOCK = re.compile(f"\n*<{_DSML}(?:(?:tool_?calls|tool)>\n*|(?=invoke ))")
-_PARTIAL_BLOCK = re.compile(f"\n*(?:<(?:{_DSML}(?:[a-z_]{{0,10}}))?)?\\Z")
-_INVOKE = re.compile(f'\\s*<{_DSML}invoke name="([^"]*)">')
-_PARAMETER = re.compile(f'\\s*<{_DSML}parameter name="([^"]*)"(?: string="(true|false)")?>')
-_END_PARAMETER, _END_BLOCK = f"</{_DSML}parameter>", re.compile(f"\\s*</{_DSML}tool_?calls>")
-_END_INVOKE = re.compile(f"\\s*</{_DSML}invoke>")
+# What low bit widths do to tags: bars doubled, underscores lost, quotes escaped or typographic.
+_BAR, _QUOTE = "[｜|]?", r"\\?[\"'“”‘’]"
+_BLOCK = ("tool_calls", "toolcalls", "tool")
+_KINDS = (*_BLOCK, "invoke", "parameter")
+_TAG = re.compile(rf"<(/?){_BAR}{_DSML}{_BAR}(\w*)([^<>\n{_OPEN}-{_DSML}]*)(>?)")
+_TAG_START = re.compile(rf"</?{_BAR}{_DSML}")
+_TAG_TAIL = re.compile(rf"(?:</?{_BAR})?")
+_TEXT_STOP = re.compile(rf"[{_OPEN}{_CLOSE}]|<{_BAR}(?={_DSML})")
+_TEXT_TAIL = re.compile(rf"(?:<{_BAR})?\Z")
+_NAME = re.compile(rf"\bname\s*=\s*{_QUOTE}(.*?){_QUOTE}\s*(?=string\s*=|/?$)")
+_STRING = re.compile(rf"\bstring\s*=\s*(?:{_QUOTE})?(true|false)\b", re.I)
+_VALUE_END = re.compile(rf"</{_BAR}{_DSML}{_BAR}parameter ?>")
+_CUT_END = re.compile(rf"</{_BAR}{_DSML}{_BAR}\w*\Z")
+_BLOCK_END = re.compile(rf"</{_BAR}{_DSML}{_BAR}(?:{'|'.join(_BLOCK)}) ?>")
+_END_LENGTH = 17  # of the longest of these two
+_SPACE = re.compile(r"\s*")
 
 Part = tuple[str, bool]  # text, and whether it belongs to the reasoning
 
 
-class OutputParser:
-    """Takes what the model generated piece by piece; the end token is left away by the caller.
+@dataclass(frozen=True)
+class BrokenCall:
+    """A call or a block of calls that could not be read: what was wrong, and all of its text."""
 
-    `push` and `finish` give the parts that are sure. Afterwards `calls` holds the complete calls
-    (name, arguments), `incomplete` the call that was cut off (name, parameter, text), and
-    `malformed` a block that could not be read, verbatim. `tools` are the schemas that were
-    offered; without any, quoted markup is text.
+    problem: str
+    raw: str
+    name: str | None = None  # of the tool, where it was read
+    parameter: str | None = None  # whose value was cut off
+    text: str = ""  # what came of that value
+
+
+class OutputParser:
+    """Takes what was generated after the prompt, without the end token, in pieces of any size.
+
+    thinking: whether the prompt ended with `<think>`. tools: the tools that were offered, or True
+    for any; without, quoted markup is text. in_block: the prompt has opened the call block (a
+    required call).
+
+    `push` and `finish` give the parts of text that are sure by then. `calls` are the complete
+    calls so far (dicts with name and arguments), `broken` those that could not be read. After
+    `finish`, `finish_reason` is "tool_calls" if there is a call, else the reason given.
+
+    >>> parser = OutputParser(thinking=True)
+    >>> [*parser.push("Two and two.</think>Fo"), *parser.push("ur."), *parser.finish("stop")]
+    [('Two and two.', True), ('Fo', False), ('ur.', False)]
     """
 
-    def __init__(self, thinking: bool, tools: Sequence[dict] = ()):
-        self.reasoning, self.answer = "", ""
+    def __init__(
+        self, thinking: bool, tools: Sequence[dict] | bool = (), *, in_block: bool = False
+    ):
         self.calls: list[dict] = []
-        self.incomplete: dict | None = None
-        self.malformed: str | None = None
+        self.broken: list[BrokenCall] = []
         self.finish_reason: str | None = None
-        self._schemas = {t["function"]["name"]: t["function"] for t in tools}
-        self._thinking = thinking
+        self._offered = bool(tools)
+        functions = [] if isinstance(tools, bool) else [tool["function"] for tool in tools]
+        self._schemas = {f["name"]: f.get("parameters") or {} for f in functions}
         self._state = "reasoning" if thinking else "answer"
-        self._text = ""  # not yet sure: may be the start of a marker
-        self._spelling = ""  # likewise, before markers are recognised by their text
+        self._parts: list[Part] = []
+        self._spelling = ""  # may become a marker's spelling
+        self._rest = ""  # not yet read; in a block, all of it
+        self._final = self._cut = False
+        self._half = 0  # characters at the end that are half of a marker's spelling
+        if in_block:
+            self._enter_block(at=0, opener=True)
+
+    @property
+    def done(self) -> bool:
+        """The call block is closed: later text is dropped, generation may end."""
+        return self._state == "done"
 
     def push(self, text: str, control: bool | None = None) -> list[Part]:
-        """More text. `control` tells whether it is a marker's own token; None: unknown, so that
-        markers count by their spelling."""
+        """More text. control: whether it is one added token; None: not known, and then markers
+        count by their spelling."""
         if control is None:
             text = self._by_spelling(self._spelling + text)
         elif control:
-            text = _SPELT.get(text, text)
-        self._text += text
-        return self._advance(final=False)
+            text = self._marked(text)
+        self._rest += text
+        return self._advance()
 
     def finish(self, reason: str) -> list[Part]:
-        """No more text comes; `reason` is why ("stop", "length", ..)."""
-        self._text += self._spelling
-        self._spelling = ""
-        parts = self._advance(final=True)
-        if self._state == "calls":
-            self._read_block()
+        """No more comes; `reason` is "stop", or why it was cut ("length", ..)."""
+        self._rest += self._spelling
+        self._half = len(self._spelling)
+        self._final, self._cut = True, reason != "stop"
+        parts = self._advance()
         self.finish_reason = "tool_calls" if self.calls else reason
         return parts
 
+    def _marked(self, text: str) -> str:
+        """A marker's character; without tools, markup is text."""
+        return text if text == DSML and not self._offered else _MARKS.get(text, text)
+
     def _by_spelling(self, text: str) -> str:
-        for spelt, mark in _SPELT.items():
-            text = text.replace(spelt, mark)
-        # A tail that may become a marker waits; the longest such tail counts.
-        waits = max(
-            n
-            for spelt in _SPELT
-            for n in range(len(spelt))
-            if text.endswith(spelt[:n])
-        )
+        for spelt in _MARKS:
+            text = text.replace(spelt, self._marked(spelt))
+        starts = (spelt[:n] for spelt in _MARKS for n in range(1, len(spelt)))
+        waits = max((len(start) for start in starts if text.endswith(start)), default=0)
         self._spelling = text[len(text) - waits :]
         return text[: len(text) - waits]
 
-    def _advance(self, final: bool) -> list[Part]:
-        parts: list[Part] = []
-        while self._state in ("reasoning", "answer"):
-            state = self._state
-            sure, self._text, moved = self._scan(self._text, final)
-            if part := self._kept(state, sure.translate(_AS_TEXT)):
-                parts.append((part, state == "reasoning"))
-            if not moved:
-                break
-        if self._state == "calls" and self._closed():
-            self._read_block()
-            self._state = "done"
+    def _advance(self) -> list[Part]:
+        steps = {"block": self._read_block, "broken": self._read_broken}
+        while self._state != "done" and steps.get(self._state, self._read_text)():
+            pass
         if self._state == "done":
-            self._text = ""
+            self._rest = ""
+        parts, self._parts = self._parts, []
         return parts
 
-    def _kept(self, state: str, text: str) -> str:
-        """Adds `text` to its field, without newlines at the very start of a thinking reply."""
-        have = getattr(self, state)
-        if self._thinking and not have:
-            text = text.lstrip("\n")
-        setattr(self, state, have + text)
-        return text
+    def _say(self, text: str):
+        if text:
+            self._parts.append((text.translate(_SPELT), self._state == "reasoning"))
 
-    def _scan(self, text: str, final: bool) -> tuple[str, str, bool]:
-        """(sure text, rest, whether a marker was passed) of the text in this state."""
-        thinking = self._state == "reasoning"
-        marks = f"\n*{_CLOSE}|{_OPEN}" if thinking else f"{_CLOSE}|{_OPEN if self._thinking else _CLOSE}"
-        mark = re.search(marks, text)
-        block = _BLOCK.search(text) if self._schemas else None
-        if block and (not mark or block.start() <= mark.start()):
-            self._state = "calls"
-            return text[: block.start()], text[block.end() :], True
-        if mark:
-            if thinking and mark[0].endswith(_CLOSE):
+    def _read_text(self) -> bool:
+        """Text up to the next marker, and the marker. True: read on."""
+        text = self._rest
+        stop = _TEXT_STOP.search(text)
+        if not stop:
+            at = len(text)
+            if self._offered and not self._final:  # newlines before a block belong to it
+                at = _TEXT_TAIL.search(text, max(0, len(text) - 2)).start()
+                at = len(text[:at].rstrip("\n"))
+            self._say(text[:at])
+            self._rest = text[at:]
+            return False
+        at = stop.start()
+        if stop[0] in (_OPEN, _CLOSE):
+            shown = stop[0] == _OPEN and self._state == "answer"
+            self._say(text[: stop.end() if shown else at])
+            self._rest = text[stop.end() :]
+            if stop[0] == _CLOSE:
                 self._state = "answer"
-            return text[: mark.start()], text[mark.end() :], True
-        return *self._split_tail(text, final), False
+            return True
+        return self._read_opener(len(text[:at].rstrip("\n")), at)
 
-    def _split_tail(self, text: str, final: bool) -> tuple[str, str]:
-        """Text that no later piece can change, and the tail that may be a marker's start."""
-        if self._schemas:
-            at = _PARTIAL_BLOCK.search(text).start()
-            if not final:
-                return text[:at], text[at:]
-            return (text[:at], "") if _DSML in text[at:] else (text, "")
-        newlines = len(text) - len(text.rstrip("\n")) if self._state == "reasoning" else 0
-        at = len(text) if final else len(text) - newlines
-        return text[:at], text[at:]
+    def _read_opener(self, start: int, at: int) -> bool:
+        """The tag at `at`, with newlines from `start`, opens a block or is text."""
+        text, tag = self._rest, _tag(self._rest, at)
+        opens = self._opens(tag)
+        if opens is False or (opens is None and self._final and not self._cut):
+            self._say(text[: at + 1])
+            self._rest = text[at + 1 :]
+            return True
+        self._say(text[:start])
+        self._rest = text[start:]
+        if opens:
+            block = tag.kind == "block"
+            self._enter_block((tag.end if block else at) - start, opener=block)
+        elif self._cut:
+            self._break("is cut off in its opening tag", self._rest)
+            self._rest = ""
+        return bool(opens)
 
-    def _closed(self) -> bool:
-        return any(kind == "end" for kind, *_ in self._read(self._text))
+    def _opens(self, tag: "_Tag | bool | None") -> bool | None:
+        """Whether calls begin with this tag; None if later text tells."""
+        if not tag:
+            return tag
+        if tag.closes or tag.kind != "block":
+            return tag.kind == "invoke" and not tag.closes and bool(tag.name)
+        after = _SPACE.match(self._rest, tag.end).end()
+        if _TAG_START.match(self._rest, after):
+            return True
+        waits = _TAG_TAIL.fullmatch(self._rest, after, len(self._rest) - self._half)
+        return None if waits else False
 
-    def _read_block(self):
-        opened: dict | None = None
-        for kind, *found in self._read(self._text):
-            if kind == "invoke":
-                opened = {"name": found[0], "arguments": {}}
-            elif kind == "parameter":
-                name, string, value = found
-                opened["arguments"][name] = _value(value.translate(_AS_TEXT), string)
-            elif kind == "call":
-                self.calls.append(self._unwrapped(opened))
-                opened = None
-            elif kind == "cut":
-                parameter, text = found
-                name = opened and opened["name"]
-                self.incomplete = {"name": name, "parameter": parameter, "text": text}
-            elif kind == "malformed":
-                self.malformed = self._text.translate(_AS_TEXT)
-        self._text = ""
+    def _enter_block(self, at: int, opener: bool):
+        self._before, self._state = self._state, "block"
+        self._sure = opener  # a call without the block's opener may still be quoted text
+        self._from, self._at = 0, at  # in `_rest`: end of the last complete call; read so far
+        self._name, self._arguments = None, {}  # of the call that is open
+        self._parameter: _Tag | None = None
 
-    def _read(self, text: str) -> Iterator[tuple]:
-        """The tags of a block in order; inside a value only its own end counts."""
-        at, inside = 0, False
-        while True:
-            if not inside and (end := _END_BLOCK.match(text, at)):
-                yield ("end",)
-                return
-            if not text[at:].strip():
-                if inside:
-                    yield "cut", None, ""
-                return
-            if inside and (end := _END_INVOKE.match(text, at)):
-                inside, at = False, end.end()
-                yield ("call",)
-            elif not inside and (tag := _INVOKE.match(text, at)):
-                inside, at = True, tag.end()
-                yield "invoke", tag[1]
-            elif inside and (tag := _PARAMETER.match(text, at)):
-                stop = text.find(_END_PARAMETER, tag.end())
-                if stop < 0:
-                    yield "cut", tag[1], text[tag.end() :].translate(_AS_TEXT)
-                    return
-                yield "parameter", tag[1], tag[2], text[tag.end() : stop]
-                at = stop + len(_END_PARAMETER)
-            elif ">" not in text[at:]:  # a tag that was cut off
-                yield "cut", None, text[at:].translate(_AS_TEXT)
-                return
+    def _read_block(self) -> bool:
+        """Calls, tag by tag. True: the block has ended in one way or another."""
+        while self._state == "block":
+            if self._parameter:
+                if not self._read_value():
+                    return self._final and self._fail("ends inside a value")
+                continue
+            self._at = _SPACE.match(self._rest, self._at).end()
+            tag = _tag(self._rest, self._at)
+            if tag:
+                if not self._take(tag):
+                    return self._fail(f"has a misplaced {self._rest[self._at : tag.end]}")
+            elif tag is None and not self._final:
+                return False
+            elif self._from and self._name is None:  # text after a call is dropped
+                after = self._rest.find("<", self._at + 1)
+                self._at = after if after > 0 else len(self._rest)
+                if self._final and after < 0:
+                    self._state = "done"
             else:
-                yield ("malformed",)
-                return
+                problem = "is not closed" if tag is None else "has text where a tag is wanted"
+                return self._fail(problem)
+        return True
 
-    def _unwrapped(self, call: dict) -> dict:
-        """Models nest their call in `arguments` or `input` at times; that is undone (chat 12)."""
-        schema = self._schemas.get(call["name"], {}).get("parameters", {}).get("properties", {})
-        for wrapper in ("arguments", "input"):
-            inner = call["arguments"].get(wrapper)
-            if len(call["arguments"]) == 1 and isinstance(inner, dict) and wrapper not in schema:
-                return {"name": call["name"], "arguments": inner}
-        return call
+    def _take(self, tag: "_Tag") -> bool:
+        """Whether the tag fits here. The block's end and the next call close an open call too."""
+        inside = self._name is not None
+        if tag.kind == "parameter":
+            fits = inside and not tag.closes and tag.name is not None
+            self._parameter = tag if fits else None
+        elif tag.closes:
+            fits = inside or self._from > 0
+        else:
+            fits = tag.kind == "invoke" and bool(tag.name)
+        if not fits:
+            return False
+        if inside and tag.kind != "parameter":
+            self._complete()
+            self._from = tag.end if tag.closes else self._at
+        self._at = tag.end
+        if tag.kind == "block":
+            self._state = "done"
+        elif tag.kind == "invoke" and not tag.closes:
+            self._name, self._arguments = tag.name, {}
+        return True
+
+    def _read_value(self) -> bool:
+        """The value that is open, if its end is there: nothing else counts inside."""
+        tag, text = self._parameter, self._rest
+        end = _VALUE_END.search(text, self._at)
+        if not end:
+            self._at = max(tag.end, len(text) - _END_LENGTH)
+            return False
+        value = text[tag.end : end.start()].translate(_SPELT)
+        self._arguments[tag.name] = _value(value, tag.string)
+        self._parameter, self._at = None, end.end()
+        return True
+
+    def _complete(self):
+        self.calls.append({"name": self._name, "arguments": self._unwrapped()})
+        self._name = None
+
+    def _unwrapped(self) -> dict:
+        """Some calls come nested in one parameter that their schema does not have (chat 12)."""
+        known = self._schemas.get(self._name, {}).get("properties")
+        if known is not None and len(self._arguments) == 1:
+            ((name, value),) = self._arguments.items()
+            inner = _value(value, None) if isinstance(value, str) else value
+            if name in ("arguments", "input") and name not in known and isinstance(inner, dict):
+                return inner
+        return self._arguments
+
+    def _fail(self, problem: str) -> bool:
+        if not self._sure and not self._from and not self._cut:  # it was only quoted
+            at = self._rest.index("<") + 1
+            self._state = self._before
+            self._say(self._rest[:at])
+            self._rest = self._rest[at:]
+        else:
+            self._problem, self._state = problem, "broken"
+        return True
+
+    def _read_broken(self) -> bool:
+        """The rest of a block that cannot be read, up to its end or the reasoning's."""
+        end = _BLOCK_END.search(self._rest, self._at)
+        close = self._rest.find(_CLOSE, self._at) if self._before == "reasoning" else -1
+        if not end and close < 0 and not self._final:
+            self._at = max(self._at, len(self._rest) - _END_LENGTH)
+            return False
+        stop = min(end.end() if end else len(self._rest), close if close >= 0 else len(self._rest))
+        value = self._rest[self._parameter.end :] if self._parameter else ""
+        self._break(
+            self._problem,
+            self._rest[self._from : stop],
+            name=self._name,
+            parameter=self._parameter and self._parameter.name,
+            text=_CUT_END.sub("", value).translate(_SPELT),
+        )
+        self._rest = self._rest[stop:]
+        self._state = "done" if self._from else self._before
+        return bool(self._rest)
+
+    def _break(self, problem: str, raw: str, **where):
+        what = "the call block" if where.get("name") is None else f"the call of {where['name']}"
+        problem = f"{what} {problem}".translate(_SPELT)
+        self.broken.append(BrokenCall(problem, raw.translate(_SPELT), **where))
+
+
+class _Tag(NamedTuple):
+    kind: str  # block, invoke or parameter
+    closes: bool
+    end: int
+    name: str | None
+    string: str | None  # "true" or "false", where the flag is there
+
+
+def _tag(text: str, at: int) -> _Tag | bool | None:
+    """The tag at `at`; None if more text may make it one, False if not."""
+    found = _TAG.match(text, at)
+    if not found:
+        return None if _TAG_TAIL.fullmatch(text, at) else False
+    slash, kind, attributes, closed = found.groups()
+    if not closed:
+        begun = found.end() == len(text) and any(k.startswith(kind) for k in _KINDS)
+        return None if begun else False
+    if kind not in _KINDS:
+        return False
+    name = _NAME.search(attributes)
+    others = attributes[: name.start()] + attributes[name.end() :] if name else attributes
+    string = _STRING.search(others)
+    return _Tag(
+        kind="block" if kind in _BLOCK else kind,
+        closes=bool(slash),
+        end=found.end(),
+        name=name and name[1].translate(_SPELT),
+        string=string and string[1].lower(),
+    )
 
 
 def _value(text: str, string: str | None):
-    """The flag decides: "true" is the text itself, else JSON, else the text."""
+    """The flag decides: "true" is the text itself, else it is JSON, else the text after all."""
     if string == "true":
         return text
     try:
-        return json.loads(text)
-    except ValueError:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
         return text
+
+
+def _refuse(constant: str):
+    raise ValueError(f"{constant} is not JSON")

@@ -3,11 +3,13 @@
 import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
-from .errors import FileError
+from .convert.gguf import some
+from .errors import FileError, UsageError
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
@@ -24,6 +26,9 @@ _SPLITS = (
 )
 _PRE_NAMES = ("joyai-llm", "deepseek-v3", "hunyuan-dense")
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types of added tokens
+# Options of a tokenizer.json's model that would change its merges; all must be off.
+_PLAIN = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+_PLAIN += ("byte_fallback", "ignore_merges")
 
 
 class Control(str):
@@ -31,10 +36,13 @@ class Control(str):
 
 
 class Tokenizer:
-    """Text to ids and back. `tokens` are all texts by id: base ones in the GPT-2 byte alphabet,
-    those in `added` (ids) as they are; `merges` are pairs of token texts in order of rank.
+    """Text to ids and back: byte-level BPE with the splits of DeepSeek V3 and V4 (chat 13).
 
-    Raises FileError for a vocabulary that is not whole.
+    tokens: all texts by id, base ones in the GPT-2 byte alphabet, those in `added` (ids) as they
+    are. merges: pairs of token texts in order of rank. Raises FileError for lists that do not
+    make a whole tokenizer, or by which plain text could become an added token.
+
+    >>> tokenizer.encode_parts([Control("<｜User｜>"), "What is a <｜User｜>?"])
     """
 
     def __init__(
@@ -42,57 +50,73 @@ class Tokenizer:
     ):
         self._tokens, self._merges = tokens, merges
         self._ids = {text: i for i, text in enumerate(tokens)}
-        if len(self._ids) < len(tokens):
-            twice = next(t for i, t in enumerate(tokens) if self._ids[t] != i)
-            raise FileError(f"the tokenizer's vocabulary has the token {twice!r} more than once")
         self._added = {tokens[i]: i for i in added}
-        missing = [text for text in (BOS, EOS) if text not in self._added]
-        if missing:
-            raise FileError(f"the tokenizer has no control token {' or '.join(missing)}")
+        if problems := list(self._problems()):
+            raise FileError(f"the tokenizer does not fit together: {'; '.join(problems)}")
         self.vocab_size = len(tokens)
         self.bos, self.eos = self._added[BOS], self._added[EOS]
 
     @classmethod
     def from_gguf(cls, metadata: Mapping) -> "Tokenizer":
         """From the keys `tokenizer.ggml.*` (chat 13). Raises FileError for missing or odd ones."""
-        names = ("model", "pre", "tokens", "token_type", "merges")
-        absent = [n for n in names if f"tokenizer.ggml.{n}" not in metadata]
-        if absent:
-            listed = ", ".join(f"tokenizer.ggml.{n}" for n in absent)
-            raise FileError(f"the file's metadata lack the tokenizer's keys {listed}")
-        model, pre, tokens, types, merges = (metadata[f"tokenizer.ggml.{n}"] for n in names)
+        names = [f"tokenizer.ggml.{n}" for n in ("model", "pre", "tokens", "token_type", "merges")]
+        if absent := [name for name in names if name not in metadata]:
+            raise FileError(f"the tokenizer lacks the metadata {', '.join(absent)}")
+        model, pre, tokens, types, merges = (metadata[name] for name in names)
         if model != "gpt2" or pre not in _PRE_NAMES:
             raise FileError(
-                f"tokenizer model {model!r} with pre-tokenizer {pre!r}, wanted 'gpt2' with one of "
-                f"{', '.join(_PRE_NAMES)}"
+                f"{names[0]} is {model!r:.60} and {names[1]} is {pre!r:.60}, wanted 'gpt2' and "
+                f"one of {', '.join(_PRE_NAMES)}"
             )
-        if len(types) != len(tokens):
-            raise FileError(f"the tokenizer has {len(tokens)} tokens but {len(types)} token types")
-        pairs = [tuple(line.split(" ", 1)) for line in merges]
-        if odd := next((line for line, p in zip(merges, pairs, strict=True) if len(p) < 2), None):
-            raise FileError(f"the tokenizer's merge {odd!r} is no pair of tokens")
-        added = [i for i, t in enumerate(types) if t in (_CONTROL, _USER_DEFINED)]
-        return cls(tokens, pairs, added)
+        for name, texts in ((names[2], tokens), (names[4], merges)):
+            if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+                raise FileError(f"{name} is {texts!r:.60}, wanted a list of strings")
+        count = len(types) if hasattr(types, "__len__") else "no"
+        if count != len(tokens):
+            raise FileError(f"{names[3]} has {count} entries, wanted {len(tokens)}, as {names[2]}")
+        added = [i for i, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)]
+        return cls(tokens, [tuple(line.split(" ", 1)) for line in merges], added)
 
     @classmethod
     def from_json(cls, path: str | Path) -> "Tokenizer":
-        """From a Hugging Face tokenizer.json of the DeepSeek V3 family. Raises FileError."""
+        """From a Hugging Face tokenizer.json with the same splits. Raises FileError."""
         try:
             data = json.loads(Path(path).read_text("utf-8"))
-            vocab, merges = data["model"]["vocab"], data["model"]["merges"]
-            added = {t["id"]: t["content"] for t in data["added_tokens"]}
-            splits = [
-                p["pattern"]["Regex"] for p in data["pre_tokenizer"]["pretokenizers"][:-1]
-            ]
-        except (ValueError, KeyError, TypeError) as error:
+            model = data["model"]
+            by_id = {i: text for text, i in model["vocab"].items()}
+            added = {token["id"]: token["content"] for token in data["added_tokens"]}
+            steps = data["pre_tokenizer"]["pretokenizers"]
+            splits = [step["pattern"]["Regex"] for step in steps[:-1]]
+            pairs = [tuple(m.split(" ", 1) if isinstance(m, str) else m) for m in model["merges"]]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FileError(f"{path}: not a byte-level BPE tokenizer.json ({error!r})") from None
-        if splits != list(_SPLITS):
-            raise FileError(f"{path}: the pre-tokenizer is not that of DeepSeek V3 and V4")
-        by_id = {i: text for text, i in vocab.items()} | added
+        odd = [k for k in _PLAIN if model.get(k)]
+        changes = data.get("normalizer") not in (None, {"type": "Sequence", "normalizers": []})
+        if changes or odd or splits != list(_SPLITS):
+            raise FileError(
+                f"{path}: wanted the three splits of DeepSeek V3, no normalizer and a plain BPE "
+                f"model; found {len(splits)} splits, normalizer {data.get('normalizer')} and "
+                f"model options {', '.join(odd) or 'none'}"
+            )
+        by_id |= added
         if sorted(by_id) != list(range(len(by_id))):
             raise FileError(f"{path}: the token ids are not 0 to {len(by_id) - 1}")
-        pairs = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in merges]
         return cls([by_id[i] for i in range(len(by_id))], pairs, added)
+
+    def _problems(self) -> Iterator[str]:
+        if len(self._ids) < len(self._tokens):
+            twice = [t for i, t in enumerate(self._tokens) if self._ids[t] != i]
+            yield f"tokens that occur twice: {some(map(repr, twice), 5)}"
+        if lost := [text for text in (BOS, EOS) if text not in self._added]:
+            yield f"control tokens that are missing: {' '.join(lost)}"
+        made = {"".join(pair) for pair in self._merges}
+        if forged := self._added.keys() & (made | _BYTES.keys()):
+            yield f"added tokens that plain text would become: {some(map(repr, sorted(forged)), 5)}"
+        unknown = {*made, *chain.from_iterable(self._merges)} - self._ids.keys()
+        if unknown or set(map(len, self._merges)) - {2}:
+            odd = [p for p in self._merges if len(p) != 2 or {*p, "".join(p)} & unknown]
+            lines = (repr(" ".join(pair)) for pair in odd)
+            yield f"merges that are not two tokens making a third: {some(lines, 5)}"
 
     @cached_property
     def _bpe(self):
@@ -100,17 +124,27 @@ class Tokenizer:
         from tokenizers import Tokenizer as Backend
         from tokenizers.models import BPE
 
-        try:
-            backend = Backend(BPE(self._ids, self._merges))
-        except Exception as error:  # the library raises nothing narrower
-            raise FileError(f"the tokenizer's merges do not fit its tokens: {error}") from None
+        # The library drops in silence what it has no token for.
+        if lost := [f"{byte:#04x}" for char, byte in _BYTES.items() if char not in self._ids]:
+            raise FileError(f"the tokenizer cannot encode text: no token for {some(lost, 5)}")
+        backend = Backend(BPE(self._ids, self._merges))
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS]
         level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, level])
         return backend
 
     def encode(self, text: str) -> list[int]:
-        """Plain text to ids; a control token spelt out in it gives ordinary tokens."""
+        """Plain text to ids; a control token spelt out in it gives ordinary tokens.
+
+        Raises UsageError for text that is not Unicode (half a surrogate pair).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"the text has half a surrogate pair, {text[error.start]!r}, at character "
+                f"{error.start}, wanted whole characters"
+            ) from None
         return self._bpe.encode(text, add_special_tokens=False).ids if text else []
 
     def encode_parts(self, parts: Iterable[str]) -> list[int]:
@@ -157,33 +191,43 @@ class Tokenizer:
         text = self._tokens[id]
         if text in self._added:
             return text.encode()
-        return bytes(_BYTES[c] for c in text)
+        try:
+            return bytes(_BYTES[char] for char in text)
+        except KeyError:  # a base token that no merge can make, kept as it is
+            return text.encode()
 
     def is_added(self, id: int) -> bool:
         """Whether a token is an added one: a control token or a marker."""
         return self._tokens[id] in self._added
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of all ids together; bytes that are no UTF-8 become U+FFFD."""
-        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+    def decode(self, ids: Iterable[int], *, special: bool = True) -> str:
+        """The text of all ids together; bytes that are no UTF-8 become U+FFFD.
 
-    def stream(self) -> "Stream":
-        return Stream(self)
+        special=False leaves out the added tokens.
+        """
+        stream = self.stream(special=special)
+        return "".join(map(stream.push, ids)) + stream.flush()
+
+    def stream(self, *, special: bool = True) -> "Stream":
+        """A decoder for one token at a time."""
+        return Stream(self, special)
 
 
 class Stream:
     """Decodes token by token, in whole characters: the pieces joined are `decode` of all ids."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, special: bool = True):
+        self._tokenizer, self._special = tokenizer, special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, id: int) -> str:
         """The characters that this token completes."""
+        if not self._special and self._tokenizer.is_added(id):
+            return ""
         return self._decoder.decode(self._tokenizer.token_bytes(id))
 
     def flush(self) -> str:
-        """What is left of an unfinished character."""
+        """What is left of an unfinished character, once no more tokens come."""
         return self._decoder.decode(b"", final=True)
 
 
