@@ -176,7 +176,12 @@ def _check_messages(messages: list[dict]):
                 f"message {i} ({role}) has content {content!r:.60}, wanted a text or a list of "
                 "parts of type text"
             )
-        for n, call in enumerate(message.get("tool_calls") or ()):
+        if not isinstance(message.get("reasoning_content") or "", str):
+            raise UsageError(f"message {i} has reasoning {message['reasoning_content']!r:.60}")
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list):
+            raise UsageError(f"message {i} has calls {calls!r:.60}, wanted a list")
+        for n, call in enumerate(calls):
             _function(call, f"call {n} of message {i}")
 
 
@@ -228,9 +233,10 @@ def _turns(messages: list[dict]) -> Iterator[tuple[int, list[dict]]]:
 
 def _user(group: list[dict], calls: list[dict]) -> str:
     """User texts in their places; tool results in the order of the calls."""
-    order = {call.get("id"): i for i, call in enumerate(calls)}
+    order = {call["id"]: i for i, call in enumerate(calls) if isinstance(call.get("id"), str)}
     results = [m for m in group if m["role"] == "tool"]
-    unknown = [m.get("tool_call_id") for m in results if m.get("tool_call_id") not in order]
+    ids = [m.get("tool_call_id") for m in results]
+    unknown = [id for id in ids if not isinstance(id, str) or id not in order]
     if unknown:
         raise UsageError(
             f"a tool result names call {unknown[0]!r}, wanted one of the last assistant's calls: "

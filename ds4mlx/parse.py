@@ -18,7 +18,7 @@ _SPELT = str.maketrans({mark: text for text, mark in _MARKS.items()})
 _BAR, _QUOTE = "[｜|]?", r"\\?[\"'“”‘’]"
 _BLOCK = ("tool_calls", "toolcalls", "tool")
 _KINDS = (*_BLOCK, "invoke", "parameter")
-_TAG = re.compile(rf"<(/?){_BAR}{_DSML}{_BAR}(\w*)([^<>\n{_OPEN}-{_DSML}]*)(>?)")
+_TAG = re.compile(rf"<(/?){_BAR}{_DSML}{_BAR}(\w{{0,20}})([^<>\n{_OPEN}-{_DSML}]{{0,1000}})(>?)")
 _TAG_START = re.compile(rf"</?{_BAR}{_DSML}")
 _TAG_TAIL = re.compile(rf"(?:</?{_BAR})?")
 _TEXT_STOP = re.compile(rf"[{_OPEN}{_CLOSE}]|<{_BAR}(?={_DSML})")
@@ -29,7 +29,7 @@ _VALUE_END = re.compile(rf"</{_BAR}{_DSML}{_BAR}parameter ?>")
 _CUT_END = re.compile(rf"</{_BAR}{_DSML}{_BAR}\w*\Z")
 _BLOCK_END = re.compile(rf"</{_BAR}{_DSML}{_BAR}(?:{'|'.join(_BLOCK)}) ?>")
 _END_LENGTH = 17  # of the longest of these two
-_SPACE = re.compile(r"\s*")
+_SPACE, _GAP = re.compile(r"\s*"), re.compile(r"\s{0,100}")
 
 Part = tuple[str, bool]  # text, and whether it belongs to the reasoning
 
@@ -74,6 +74,10 @@ class OutputParser:
         self._parts: list[Part] = []
         self._spelling = ""  # may become a marker's spelling
         self._rest = ""  # not yet read; in a block, all of it
+        self._newlines = 0  # before `_rest`: they may belong to a block
+        self._parameter: _Tag | None = None  # whose value is open
+        self._late: list[str] = []  # after `_rest`: cannot end that value
+        self._may_end = False
         self._final = self._cut = False
         self._half = 0  # characters at the end that are half of a marker's spelling
         if in_block:
@@ -91,12 +95,16 @@ class OutputParser:
             text = self._by_spelling(self._spelling + text)
         elif control:
             text = self._marked(text)
-        self._rest += text
+        self._late.append(text)
+        self._may_end = self._may_end or _DSML in text
+        ends = (self._may_end and ">" in text) or _CLOSE in text
+        if (self._parameter or self._state == "broken") and not ends:
+            return []  # to join a long text piece by piece would be quadratic
         return self._advance()
 
     def finish(self, reason: str) -> list[Part]:
         """No more comes; `reason` is "stop", or why it was cut ("length", ..)."""
-        self._rest += self._spelling
+        self._late.append(self._spelling)
         self._half = len(self._spelling)
         self._final, self._cut = True, reason != "stop"
         parts = self._advance()
@@ -116,6 +124,8 @@ class OutputParser:
         return text[: len(text) - waits]
 
     def _advance(self) -> list[Part]:
+        self._rest += "".join(self._late)
+        self._late.clear()
         steps = {"block": self._read_block, "broken": self._read_broken}
         while self._state != "done" and steps.get(self._state, self._read_text)():
             pass
@@ -130,7 +140,12 @@ class OutputParser:
 
     def _read_text(self) -> bool:
         """Text up to the next marker, and the marker. True: read on."""
-        text = self._rest
+        if self._offered and not self._final and not self._rest.strip("\n"):
+            self._newlines += len(self._rest)
+            self._rest = ""
+            return False
+        text = self._rest = "\n" * self._newlines + self._rest
+        self._newlines = 0
         stop = _TEXT_STOP.search(text)
         if not stop:
             at = len(text)
@@ -174,7 +189,7 @@ class OutputParser:
             return tag
         if tag.closes or tag.kind != "block":
             return tag.kind == "invoke" and not tag.closes and bool(tag.name)
-        after = _SPACE.match(self._rest, tag.end).end()
+        after = _GAP.match(self._rest, tag.end).end()
         if _TAG_START.match(self._rest, after):
             return True
         waits = _TAG_TAIL.fullmatch(self._rest, after, len(self._rest) - self._half)
@@ -185,14 +200,14 @@ class OutputParser:
         self._sure = opener  # a call without the block's opener may still be quoted text
         self._from, self._at = 0, at  # in `_rest`: end of the last complete call; read so far
         self._name, self._arguments = None, {}  # of the call that is open
-        self._parameter: _Tag | None = None
+        self._parameter = None
 
     def _read_block(self) -> bool:
         """Calls, tag by tag. True: the block has ended in one way or another."""
         while self._state == "block":
             if self._parameter:
                 if not self._read_value():
-                    return self._final and self._fail("ends inside a value")
+                    return self._final and self._fail("ends inside a value", len(self._rest))
                 continue
             self._at = _SPACE.match(self._rest, self._at).end()
             tag = _tag(self._rest, self._at)
@@ -239,6 +254,7 @@ class OutputParser:
         end = _VALUE_END.search(text, self._at)
         if not end:
             self._at = max(tag.end, len(text) - _END_LENGTH)
+            self._may_end = _DSML in text[self._at :]
             return False
         value = text[tag.end : end.start()].translate(_SPELT)
         self._arguments[tag.name] = _value(value, tag.string)
@@ -259,7 +275,7 @@ class OutputParser:
                 return inner
         return self._arguments
 
-    def _fail(self, problem: str) -> bool:
+    def _fail(self, problem: str, at: int | None = None) -> bool:
         if not self._sure and not self._from and not self._cut:  # it was only quoted
             at = self._rest.index("<") + 1
             self._state = self._before
@@ -267,6 +283,7 @@ class OutputParser:
             self._rest = self._rest[at:]
         else:
             self._problem, self._state = problem, "broken"
+            self._at = self._at if at is None else at
         return True
 
     def _read_broken(self) -> bool:
@@ -275,6 +292,7 @@ class OutputParser:
         close = self._rest.find(_CLOSE, self._at) if self._before == "reasoning" else -1
         if not end and close < 0 and not self._final:
             self._at = max(self._at, len(self._rest) - _END_LENGTH)
+            self._may_end = _DSML in self._rest[self._at :]
             return False
         stop = min(end.end() if end else len(self._rest), close if close >= 0 else len(self._rest))
         value = self._rest[self._parameter.end :] if self._parameter else ""

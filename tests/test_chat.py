@@ -191,6 +191,7 @@ def test_rendering_leaves_the_messages_as_they_are():
 
 SYSTEM, REMINDER = ({"role": r, "content": "S"} for r in ("system", "latest_reminder"))
 REPLY = {"role": "assistant", "content": "yo"}
+RESULT = {"role": "tool", "content": "r"}
 
 
 @pytest.mark.parametrize(
@@ -214,6 +215,11 @@ REPLY = {"role": "assistant", "content": "yo"}
         (called({}, id=None), "None"),
         ([{"role": "tool", "tool_call_id": "a", "content": ""}], "'a'.*there are none"),
         ([*ASK, REPLY | {"tool_calls": [{"id": "a"}]}, *ASK], "call 0 of message 1"),
+        ([*ASK, REPLY | {"tool_calls": 3}, *ASK], "message 1 has calls 3"),
+        ([*ASK, REPLY | {"reasoning_content": 3}, *ASK], "message 1 has reasoning 3"),
+        (called({}, id=["c1"]), "'c1'.*'c1'"),
+        ([*ASK, REPLY | {"tool_calls": [{"function": {"name": "f"}}]}, RESULT], "None"),
+        ([*ASK, REPLY | {"tool_calls": [{"id": {}, "function": {"name": "f"}}]}, RESULT], "None"),
     ],
 )
 def test_lists_on_which_encoders_disagree_or_that_are_malformed_are_refused(messages, says):

@@ -400,3 +400,51 @@ def test_a_rendered_turn_is_parsed_back_by_its_ids(reasoning, content, arguments
         "content": content,
         "tool_calls": [{"name": "f", "arguments": arguments}],
     }
+
+
+# Long outputs -------------------------------------------------------------------------------
+
+TAGS = ["<", "｜DSML｜", "tool_calls>\n<", "｜DSML｜", 'invoke name="f">\n<', "｜DSML｜"]
+LONG = {
+    "newlines": ([], "\n"),
+    "spaces after the opener": (TAGS[:2] + ["tool_calls>"], " "),
+    "a tag that never ends": (TAGS[:4], 'invoke name="'),
+    "a value": ([*TAGS, 'parameter name="a" string="true">'], "word 👍 a -> b\n"),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_a_token_costs_the_same_after_many_others_in(kind, monkeypatch):
+    """The text that is looked at for one token, counted where it is read, stays short."""
+    read, advance = [], OutputParser._advance
+
+    def counted(self):
+        read.append(len(self._rest))
+        return advance(self)
+
+    monkeypatch.setattr(OutputParser, "_advance", counted)
+    begin, token = LONG[kind]
+    parser = OutputParser(thinking=False, tools=True)
+    for text in begin:
+        parser.push(text, text == "｜DSML｜")
+    for _ in range(3000):
+        parser.push(token, False)
+    assert max(read) < 1200
+
+
+def test_a_long_value_is_whole_in_the_call_and_in_a_broken_one():
+    begin = f'{OPEN}{INVOKE}<｜DSML｜parameter name="a" string="true">'
+    text = "a > b ｜DSML｜ > </｜DSML｜para> 👍" * 20
+    got = parse(f"{begin}{text}{END_VALUE}{END_INVOKE}{END}")
+    assert got["tool_calls"] == [{"name": "f", "arguments": {"a": text}}]
+    (broken,) = parse(f"{begin}{text}", reason="length")["broken"]
+    assert (broken.raw, broken.text) == (f"{begin}{text}", text)
+
+
+@pytest.mark.parametrize("tail", [f"{END}abc", f"{END} a longer tail of text", "</think>abc"])
+def test_in_a_value_without_end_nothing_else_counts(tail):
+    raw = f'{OPEN}{INVOKE}<｜DSML｜parameter name="a" string="true">x{tail}'
+    got = everywhere(f"r{raw}", thinking=True)
+    (broken,) = got["broken"]
+    assert (got["reasoning"], got["content"]) == ("r", "")
+    assert (broken.raw, broken.text) == (raw, f"x{tail}")
