@@ -9,5 +9,5 @@ def pytest_collection_modifyitems(items):
     if not mx.metal.is_available():
         skip = pytest.mark.skip(reason="needs a Metal GPU")
         for item in items:
-            if "metal" in item.keywords:
+            if item.get_closest_marker("metal"):
                 item.add_marker(skip)

@@ -1,9 +1,28 @@
 import mlx.core as mx
 import numpy as np
+import pytest
 
-from ds4mlx.ops.hc_expand import hc_expand_reference
+from ds4mlx.ops.hc_expand import hc_expand, hc_expand_reference
 from tests.close import assert_close, assert_rows_alone
 from tests.golden_data import op_vectors
+from tests.metal.cases import Case
+
+
+def make(D):
+    mx.random.seed(7)
+    shapes = ((8, 4, D), (8, D), (8, 4), (8, 4, 4))
+    return hc_expand, [mx.random.normal(s) for s in shapes]
+
+
+CASES = {
+    "odd": Case(lambda: make(97), "check", atol=2e-6),
+    "flash": Case(lambda: make(4096), "guard", atol=2e-6),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_kernel_matches_reference_and_rows_equal_rows_alone(case):
+    case.verify()
 
 
 def test_reference_matches_golden_vectors():
@@ -22,6 +41,5 @@ def test_the_sum_runs_over_the_first_index_of_an_asymmetric_comb():
 
 
 def test_rows_of_a_block_equal_rows_alone():
-    mx.random.seed(7)
-    shapes = ((8, 4, 97), (8, 97), (8, 4), (8, 4, 4))
-    assert_rows_alone(hc_expand_reference, *(mx.random.normal(s) for s in shapes))
+    _, arrays = make(97)
+    assert_rows_alone(hc_expand_reference, *arrays)

@@ -1,0 +1,149 @@
+"""The one place that reads metal/ and calls mx.fast.metal_kernel and mx.fast.cuda_kernel.
+
+MLX compiles a kernel when its result is evaluated, not when it is launched. A fault in a
+launch is a Ds4Error at once; a kernel that its compiler refuses, or that dies, is an error of
+the `mx.eval` that needs it, unless the launch stands in `eager`. Nothing falls back.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Callable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib.resources import files
+
+import mlx.core as mx
+
+from ..errors import Ds4Error
+from ..msl import cuda
+
+_SOURCES = files("ds4mlx") / "metal"
+_reference = ContextVar("reference", default=False)
+_wait: ContextVar[Callable | None] = ContextVar("wait", default=None)
+_verbose = ContextVar("verbose", default=False)
+
+
+@contextmanager
+def _set(variable: ContextVar, value):
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def reference():
+    """Run every op as its pure-MLX reference: in tests, or to find a wrong kernel."""
+    return _set(_reference, True)
+
+
+def eager(wait: Callable):
+    """Await each launch with `wait` (mx.eval): a kernel that fails is named. For self-tests."""
+    return _set(_wait, wait)
+
+
+def verbose():
+    """Print the source that MLX generates at each launch."""
+    return _set(_verbose, True)
+
+
+def backend() -> str | None:
+    """`metal`, `cuda`, or None where the default device is a CPU."""
+    if mx.default_device() != mx.gpu:
+        return None
+    return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else None
+
+
+def enabled() -> bool:
+    return not _reference.get() and backend() is not None
+
+
+def read_source(name: str) -> str:
+    """The text of metal/<name>, each `#include "..."` replaced by that file, lines marked."""
+    lines = [f'#line 1 "{name}"']
+    for number, line in enumerate((_SOURCES / name).read_text().splitlines(), 2):
+        included = re.fullmatch(r'#include "(.+)"', line)
+        lines += [read_source(included[1]), f'#line {number} "{name}"'] if included else [line]
+    return "\n".join(lines) + "\n"
+
+
+class Kernel:
+    """The METAL_FUNC <name> of metal/<name>.metal, run by the kernel body `call`."""
+
+    def __init__(self, name: str, *, inputs: list[str], outputs: list[str], call: str):
+        self.name, self.inputs, self.outputs, self.call = name, inputs, outputs, call
+        self._built: dict[tuple, Callable] = {}
+
+    @property
+    def header(self) -> str:
+        return read_source(f"{self.name}.metal")
+
+    def __call__(
+        self, *inputs: mx.array, template: dict, grid, group, shapes, dtypes
+    ) -> list[mx.array]:
+        """Launch on `grid` threads in threadgroups of `group`.
+
+        template: names in `call` -> dtype, bool or int. shapes, dtypes: of the outputs.
+        Raises Ds4Error: see the top of this file.
+        """
+        # A partial simdgroup would make every simd operation undefined.
+        whole = not any(n % g for n, g in zip(grid, group, strict=True))
+        if not whole or math.prod(group) % 32 or math.prod(group) > 1024 or not all(grid):
+            raise self.error(inputs, template, f"grid {grid} of groups {group} is not whole")
+        if len(inputs) != len(self.inputs):
+            raise self.error(inputs, template, f"takes {len(self.inputs)} inputs")
+        try:
+            results = launch(self, inputs, template, grid, group, shapes, dtypes)
+            if wait := _wait.get():
+                wait(results)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise self.error(inputs, template, str(error)) from error
+        return results
+
+    def error(self, inputs, template: dict, reason: str) -> Ds4Error:
+        shown = ", ".join(
+            f"{name} {x.dtype} {list(x.shape)}"
+            for name, x in zip(self.inputs, inputs, strict=False)
+        )
+        return Ds4Error(f"kernel {self.name} ({shown}; {template}) on {backend()}: {reason}")
+
+    def built(self, inputs, template: dict, dtypes) -> Callable:
+        """The function that MLX made of this kernel, for these types of arguments."""
+        target = backend()
+        kinds = tuple((x.dtype, x.ndim > 0) for x in inputs)
+        key = (target, kinds, tuple(template.items()), tuple(dtypes))
+        if key not in self._built:
+            header, source = self.header, f'#line 1 "{self.name} (call)"\n{self.call}'
+            # MLX keeps a kernel by its name: with another text it must have another name.
+            digest = hashlib.sha256("\0".join((str(key), header, source)).encode()).hexdigest()
+            make, ends = mx.fast.metal_kernel, ""
+            if target == "cuda":
+                make, ends = mx.fast.cuda_kernel, "_p"
+                header, source = cuda.translate(self, inputs, template, dtypes)
+            self._built[key] = make(
+                name=f"{self.name}_{digest[:12]}",
+                input_names=[n + ends for n in self.inputs],
+                output_names=[n + ends for n in self.outputs],
+                header=header,
+                source=source,
+            )
+        return self._built[key]
+
+
+def launch(kernel: Kernel, inputs, template: dict, grid, group, shapes, dtypes):
+    """Hand one launch to MLX. The tests' CPU executor stands in for this function."""
+    return kernel.built(inputs, template, dtypes)(
+        inputs=list(inputs),
+        template=[] if backend() == "cuda" else list(template.items()),
+        grid=grid,
+        threadgroup=group,
+        output_shapes=shapes,
+        output_dtypes=dtypes,
+        verbose=_verbose.get(),
+    )
+
+
+def round_up(n: int, to: int) -> int:
+    """The least multiple of `to` that is n or more: the grid is whole threadgroups."""
+    return -(-n // to) * to
