@@ -11,7 +11,7 @@ demo: .venv/demo.done
 	$(BIN)/ds4mlx generate "def fibonacci(n):" -n 60
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/test.done
 	$(BIN)/ruff check .
