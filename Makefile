@@ -11,7 +11,7 @@ demo: .venv/demo.done
 	$(BIN)/ds4mlx generate "def fibonacci(n):" -n 60
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile  # a core each
 
 lint: .venv/test.done
 	$(BIN)/ruff check .

@@ -164,6 +164,33 @@ def draft_config(gguf: GGUF) -> dict:
     return c | _origin(gguf)
 
 
+def folder_draft_config(config: dict, source: str) -> dict:
+    """The same from the `config.json` of a folder.
+
+    Raises FileError for what is missing or senseless.
+    """
+    ranges = {
+        "n_mtp_layers": (1, 8),
+        "dspark_block_size": (1, 16),
+        "dspark_noise_token_id": (0, _MAX_INT),
+        "dspark_markov_rank": (1, _MAX_INT),
+    }
+    ids = config.get("dspark_target_layer_ids")
+    missing = [name for name in (*ranges, "dspark_target_layer_ids") if config.get(name) is None]
+    problems = [f"these fields are missing: {', '.join(missing)}"] if missing else []
+    for name, (low, high) in ranges.items():
+        value = config.get(name, low)
+        if value is not None and (type(value) is not int or not low <= value <= high):
+            problems.append(f"{name} is {value!r:.60}, wanted an integer from {low} to {high}")
+    whole = isinstance(ids, list) and all(type(i) is int for i in ids)
+    if ids is not None and not (whole and ids and ids == sorted(set(ids)) and ids[0] >= 0):
+        problems.append(f"dspark_target_layer_ids is {ids!r:.60}, wanted increasing layers")
+    if problems:
+        raise FileError(f"{source}: {some(problems)}")
+    lineage = config.get("lineage")
+    return {n: config[n] for n in (*ranges, "dspark_target_layer_ids")} | {"lineage": lineage}
+
+
 def kv_bytes(config: dict, ctx: int) -> dict[int, dict[str, int]]:
     """Bytes of the float32 caches for `ctx` tokens, by the layers' ratio (model 13)."""
     spare, d, di = 8, config["head_dim"], config["index_head_dim"]

@@ -62,6 +62,18 @@ def check_draft(gguf: GGUF, draft: dict, target: dict) -> dict[str, Tensor]:
     for t in (gguf.tensors.get(n) for n in ("token_embd.weight", "output.weight")):
         if t and t.shape != shape:
             problems.append(f"{t.name} is {_text(t.shape)}, the target's is {_text(shape)}")
+    return _draft_tensors(gguf.path, draft, target, found, problems)
+
+
+def check_draft_folder(
+    path: Path, tensors: dict[str, FolderTensor], draft: dict, target: dict
+) -> dict:
+    """The same of a folder of safetensors, whose names are the official ones already."""
+    own = {n: t for n, t in tensors.items() if n.startswith("mtp.")}
+    return _draft_tensors(path, draft, target, own, [])
+
+
+def _draft_tensors(path: Path, draft: dict, target: dict, found: dict, problems: list) -> dict:
     V, noise = target["vocab_size"], draft["dspark_noise_token_id"]
     ids, layers = draft["dspark_target_layer_ids"], target["num_hidden_layers"]
     if noise >= V:
@@ -70,7 +82,7 @@ def check_draft(gguf: GGUF, draft: dict, target: dict) -> dict[str, Tensor]:
         problems.append(f"target layer {ids[-1]} is outside the target's {layers} layers")
     wanted = dict(_draft(draft, target))
     types = _TYPES | {"vector": (*FLOATS, "Q8_0")}
-    return _checked(gguf.path, wanted, types, found, problems)
+    return _checked(path, wanted, types, found, problems)
 
 
 def check_pair(draft: dict, target: dict) -> str | None:

@@ -4,18 +4,23 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 
+from . import dspark as asked
 from .cache import Cache
 from .chat import render
 from .config import TargetConfig
+from .draft import Block, Draft, DraftConfig
 from .errors import UsageError
-from .generate import decode, prefill
+from .generate import Speculation, decode, prefill
 from .loading import load_files
 from .parse import OutputParser
+from .report import DraftReport
 from .sampling import Sampler
+from .schedule import Schedule
 from .target import Target
 from .tokenizer import Tokenizer
 from .weights import Progress
@@ -26,32 +31,47 @@ CHAT_TOKENS, COMPLETION_TOKENS = 50_000, 256  # default limits of a reply
 
 
 def load(
-    path: str | Path | None = None, *, rounding: bool = True, progress: Progress | None = None
+    path: str | Path | None = None,
+    *,
+    mtp: str | Path | None = None,
+    rounding: bool = True,
+    progress: Progress | None = None,
 ) -> "Model":
     """The model of a GGUF file (any shard of a split one) or of a folder with `config.json`.
 
     Without a path: the small model that comes with the package, which completes Python.
+    `mtp` is a DSpark draft for `generate(dspark=True)`: a GGUF, a folder with `config.json` and
+    `draft*.safetensors`, or "embedded", the draft of the small model.
     `rounding=False` leaves out the simulated fp8/fp4 rounding of keys, values and index (for
     comparison with implementations that have none). `progress(stage, done, total)` is called
     while bytes arrive. Raises UsageError for a path that cannot be meant, FileError for a file
-    that is damaged or not complete.
+    that is damaged, not complete or a draft that does not fit.
 
     >>> model = ds4mlx.load()
     >>> print(model.generate("def fibonacci(n):", tokens=40).text)
     """
-    files = load_files(path, progress)
+    files = load_files(path, mtp, progress)
     config = TargetConfig.from_dict(files.config, source=files.name).rounded(rounding)
-    return Model(Target(config, files.weights), files.tokenizer, files)
+    if files.draft is None:
+        return Model(Target(config, files.weights), files.tokenizer, files)
+    settings = DraftConfig.from_dict(files.draft.config)
+    config = replace(config, dspark_target_layer_ids=settings.dspark_target_layer_ids)
+    target = Target(config, files.weights)
+    draft = Draft(settings, target, files.draft.weights)
+    return Model(target, files.tokenizer, files, draft)
 
 
 class Model:
     """A target with its tokenizer. Use as a context manager, or `close()`, to free its memory."""
 
-    def __init__(self, target: Target, tokenizer: Tokenizer, files):
-        self._target = target
+    def __init__(self, target: Target, tokenizer: Tokenizer, files, draft: Draft | None = None):
+        self._target, self._draft = target, draft
         self.tokenizer = tokenizer
         self.config = target.config
         self.name, self.release, self.chat = files.name, files.release, files.chat
+        self._files = files.draft
+        self._warnings = [files.draft.warning] if draft and files.draft.warning else []
+        self._schedule = draft and Schedule(draft.config.dspark_block_size)
 
     def generate(
         self,
@@ -68,6 +88,11 @@ class Model:
         release: str | None = None,
         raw: bool | None = None,
         prefill_chunk: int = CHUNK,
+        dspark: bool = False,
+        dspark_confidence: float | None = None,
+        dspark_strict: bool = False,
+        exact_sampling: bool = False,
+        dspark_schedule: bool = True,
         progress: Progress | None = None,
     ) -> "Reply":
         """A lazy reply to `prompt`: the user's text, or a list of messages (role, content).
@@ -78,11 +103,23 @@ class Model:
         "preview" or "0731", where the file does not tell. raw: the text's tokens and nothing else
         (no begin token, no roles); a model without chat roles completes the text after a begin
         token.
+        dspark: decode with the draft; the text is the same. dspark_confidence (default 0.7, implies
+        dspark) is what a draft needs to be verified; 0 verifies whole blocks. dspark_schedule: skip
+        drafting while it does not pay. dspark_strict: plain decoding, as a baseline.
+        exact_sampling: allow drafts with temp above 0; the text is that of the seed without them.
         Raises UsageError for a value out of range or a prompt that is longer than the context.
         """
         target = self._open()
         _check_ranges(tokens=tokens, ctx=ctx, temp=temp, top_p=top_p, min_p=min_p)
         _check_ranges(prefill_chunk=prefill_chunk, seed=seed)
+        confidence = asked.confidence(
+            self._draft is not None,
+            dspark=dspark,
+            dspark_confidence=dspark_confidence,
+            dspark_strict=dspark_strict,
+            exact_sampling=exact_sampling,
+            temp=temp,
+        )
         notes = []
         ids, parser = self._prompt(prompt, system, think, release, raw, notes)
         ctx = ctx or min(CTX, self.config.max_position_embeddings)
@@ -102,7 +139,28 @@ class Model:
             chunk=prefill_chunk,
             progress=progress,
             notes=notes,
+            drafting=self._drafting(confidence, dspark_schedule, notes),
         )
+
+    def _drafting(self, confidence: float | None, schedule: bool, notes: list[str]) -> dict | None:
+        """Keywords of Speculation; None decodes plainly."""
+        if confidence is None:
+            return None
+        notes += self._warnings
+        self._warnings = []
+        settings = {
+            "draft": self._files.name,
+            "fingerprint": self._files.fingerprint,
+            "block": self._draft.config.dspark_block_size,
+            "confidence": confidence,
+            "schedule": schedule,
+        }
+        return {
+            "draft": self._draft,
+            "confidence": confidence,
+            "schedule": self._schedule if schedule else None,
+            "report": DraftReport(settings),
+        }
 
     def _prompt(self, prompt, system, think, release, raw, notes):
         """Token ids of the prompt, and the parser of the reply (None: plain completion)."""
@@ -132,11 +190,12 @@ class Model:
 
     def session(self, ctx: int | None = None) -> "Session":
         """Row by row access for research; see Session."""
-        return Session(self._open(), ctx or min(CTX, self.config.max_position_embeddings))
+        ctx = ctx or min(CTX, self.config.max_position_embeddings)
+        return Session(self._open(), ctx, self._draft)
 
     def close(self):
         """Free the weights. Replies and sessions that are still held keep them alive."""
-        self._target = None
+        self._target = self._draft = None
         mx.clear_cache()
 
     def _open(self) -> Target:
@@ -161,10 +220,12 @@ class Session:
     >>> s = model.session(ctx=1024)
     >>> logits = s.feed(model.tokenizer.encode("import os"))  # [n, vocab] float32
     >>> s.rewind(1)  # forget the last token, exactly
+    >>> block = s.propose(anchor)  # with a draft: guesses of what follows the token `anchor`
     """
 
-    def __init__(self, target: Target, ctx: int):
+    def __init__(self, target: Target, ctx: int, draft: Draft | None = None):
         self._target, self._cache = target, Cache(target.config, ctx)
+        self._draft, self._context = draft, draft and draft.cache()
         self.hidden = None  # [n, taps * D] float32 of the last feed: the rows that DSpark reads
 
     def feed(self, ids: Sequence[int], *, chunk: int = CHUNK) -> mx.array:
@@ -176,7 +237,8 @@ class Session:
         if not 0 < len(ids) <= room:
             raise UsageError(f"feed got {len(ids)} tokens, wanted 1 to {room} (context is full)")
         logits, taps = [], []
-        for streams, tap in prefill(self._target, ids, self._cache, chunk=chunk):
+        drafting = {"draft": self._draft, "context": self._context}
+        for streams, tap in prefill(self._target, ids, self._cache, chunk=chunk, **drafting):
             logits.append(self._target.logits(streams))
             taps.append(tap)
         self.hidden = mx.concatenate(taps)
@@ -185,6 +247,23 @@ class Session:
     def rewind(self, n: int):
         """Forget the newest `n` tokens (at most 8 behind the furthest), as if never seen."""
         self._cache.rewind(n)
+        if self._draft:
+            self._context.rewind(n)
+
+    def propose(self, anchor: int) -> Block:
+        """The draft's guesses after the tokens so far and `anchor`; the session stays as it is.
+
+        -> tokens [1 + N] (the anchor first), logits [N, vocab] float32 with the Markov term,
+        confidence [N] before the sigmoid.
+        """
+        if self._draft is None:
+            raise UsageError("propose needs a draft, wanted load(.., mtp=FILE)")
+        vocab = self._target.config.vocab_size
+        if not 0 <= anchor < vocab:
+            raise UsageError(f"token id {anchor} is outside the vocabulary of {vocab}")
+        if self.position == 0:
+            raise UsageError("propose reads the tokens so far, wanted at least one to be fed")
+        return self._draft.propose(mx.array([anchor], mx.int32), self._context)
 
     @property
     def position(self) -> int:
@@ -212,7 +291,19 @@ class Reply:
     """
 
     def __init__(
-        self, target, tokenizer, ids, *, parser, sampler, limit, ctx, chunk, progress, notes
+        self,
+        target,
+        tokenizer,
+        ids,
+        *,
+        parser,
+        sampler,
+        limit,
+        ctx,
+        chunk,
+        progress,
+        notes,
+        drafting=None,
     ):
         self.notes = notes  # what the user should know about how the prompt was made
         self._pieces, self._tokens, self._reason = [], [], None
@@ -225,8 +316,9 @@ class Reply:
             "seed": sampler.seed,
             "ctx": ctx,
         }
+        self._report = drafting and drafting["report"]
         self._run = self._generate(
-            target, tokenizer, ids, parser, sampler, limit, ctx, chunk, progress
+            target, tokenizer, ids, parser, sampler, limit, ctx, chunk, progress, drafting
         )
 
     def __iter__(self) -> Iterator[Piece]:
@@ -244,17 +336,31 @@ class Reply:
                 return
             self._pieces.append(piece)
 
-    def _generate(self, target, tokenizer, ids, parser, sampler, limit, ctx, chunk, progress):
+    def _generate(
+        self, target, tokenizer, ids, parser, sampler, limit, ctx, chunk, progress, drafting
+    ):
         stats, start = self._stats, time.perf_counter()
         cache = Cache(target.config, ctx)
-        for chunk_streams, _ in prefill(target, ids, cache, chunk=chunk, progress=progress):
+        draft = drafting and drafting["draft"]
+        context = draft and draft.cache()
+        rows = prefill(
+            target, ids, cache, chunk=chunk, progress=progress, draft=draft, context=context
+        )
+        for chunk_streams, _ in rows:
             streams = chunk_streams
         stats["prompt_seconds"] = time.perf_counter() - start
         room = ctx - len(ids)
         stop = tokenizer.stop_ids if parser else {tokenizer.eos}
         stream = tokenizer.stream()
         reason, first = "stop", time.perf_counter()
-        for id in decode(target, streams, cache, sampler, limit=min(limit, room), stop=stop):
+        if drafting:
+            loop = Speculation(
+                target=target, cache=cache, context=context, sampler=sampler, stop=stop, **drafting
+            )
+            ids = loop.decode(streams, min(limit, room))
+        else:
+            ids = decode(target, streams, cache, sampler, limit=min(limit, room), stop=stop)
+        for id in ids:
             now = time.perf_counter()
             self._tokens.append(id)
             stats["first_token_seconds"] = stats["first_token_seconds"] or now - start
@@ -297,6 +403,8 @@ class Reply:
             counted = "generated" if name == "generate" else name
             seconds, n = stats.get(f"{name}_seconds"), stats.get(f"{counted}_tokens")
             stats[f"{name}_tokens_per_second"] = n / seconds if seconds else None
+        if self._report:
+            stats["dspark"] = self._report.summary()
         return stats | {"peak_bytes": peak_bytes(), "finish_reason": self._reason}
 
     def close(self):

@@ -54,6 +54,7 @@ class Verb(NamedTuple):
     usage: str
     flags: tuple[Flag, ...]
     free: str | None = None
+    many: bool = False  # of the free argument
 
 
 def _whole(low: int, high: int | None = None, wanted: str | None = None) -> Kind:
@@ -100,6 +101,7 @@ def _path(text: str) -> str:
     return text
 
 
+ON_OFF = Kind("on|off", "on or off", lambda text: ("off", "on").index(text) == 1)
 TEXT = Kind("TEXT", "UTF-8 text", _text)
 FILE = Kind("FILE", "a path", _path)
 
@@ -109,6 +111,27 @@ MODEL = Flag(
     "a GGUF file (any shard of a split one), or a folder with config.json and safetensors; "
     "without it the small embedded model runs, which completes Python",
     FILE,
+)
+MTP = Flag(
+    ("--mtp", "--mtp-model"),
+    "mtp",
+    "a DSpark draft: a GGUF, a folder with config.json and draft*.safetensors, or `embedded`, "
+    "the draft of the small model",
+    FILE,
+)
+CONFIDENCE = Flag(
+    ("--dspark-confidence",),
+    "dspark_confidence",
+    "what a draft needs to be verified; implies --dspark; 0 verifies whole blocks",
+    _real(0, 1),
+    default=0.7,
+)
+SCHEDULE = Flag(
+    ("--dspark-schedule",),
+    "dspark_schedule",
+    "skip drafting while it does not pay",
+    ON_OFF,
+    default="on",
 )
 JSON = Flag(("--json",), "as_json", "print one JSON object")
 DEBUG = Flag(("--debug",), "debug", "show the trace of an error")
@@ -179,6 +202,21 @@ VERBS = {
                 _whole(1),
                 default=512,
             ),
+            MTP,
+            Flag(("--dspark",), "dspark", "decode with the draft of --mtp: the text is the same"),
+            CONFIDENCE,
+            Flag(
+                ("--dspark-strict",),
+                "dspark_strict",
+                "load the draft but decode without it: the baseline",
+            ),
+            SCHEDULE,
+            Flag(
+                ("--exact-sampling",),
+                "exact_sampling",
+                "allow drafts with --temp above 0: the text is that of the seed without them",
+            ),
+            Flag(("--stats",), "stats", "write the statistics as JSON", FILE),
             JSON,
             DEBUG,
         ),
@@ -204,6 +242,42 @@ VERBS = {
             Flag(("--runs",), "runs", "repetitions of each figure", _whole(1), default=5),
             DEBUG,
         ),
+    ),
+    "check": Verb(
+        "prove that drafted greedy text is the plain text, tokens and caches bit for bit",
+        "[FLAGS] [PROMPT ...]",
+        (
+            MODEL,
+            MTP._replace(help="the draft (default: `embedded`, which fits the small model)"),
+            Flag(("-n", "--tokens"), "tokens", "tokens to generate", _whole(1), default=64),
+            CONFIDENCE._replace(help="what a draft needs to be verified", default=0.0),
+            Flag(
+                ("--receipt",),
+                "receipt",
+                "where all that was compared is written as JSON",
+                FILE,
+                default="ds4mlx-check.json",
+            ),
+            DEBUG,
+        ),
+        "prompts",
+        many=True,
+    ),
+    "bench-dspark": Verb(
+        "measure decoding with drafts and without, alternately on the same prompts",
+        "[FLAGS] [PROMPT ...]",
+        (
+            MODEL,
+            MTP._replace(help="the draft (default: `embedded`, which fits the small model)"),
+            Flag(("-n", "--tokens"), "tokens", "tokens to generate", _whole(1), default=128),
+            Flag(("--runs",), "runs", "repetitions of each prompt", _whole(1), default=5),
+            CONFIDENCE._replace(help="what a draft needs to be verified"),
+            SCHEDULE,
+            Flag(("--csv",), "csv", "print comma-separated values"),
+            DEBUG,
+        ),
+        "prompts",
+        many=True,
     ),
 }
 
@@ -235,13 +309,14 @@ def parse(words: list[str]) -> tuple[str, dict]:
                 raise UsageError(_twice(sources[flag.key], typed, flags))
             options[flag.key], sources[flag.key] = value, typed
     if free:
-        if verb.free is None or len(free) > 1:
+        if verb.free is None or (len(free) > 1 and not verb.many):
             raise UsageError(_extra(name, verb, free))
         if verb.free in options:
             what = f"both {sources[verb.free]} and the argument {free[0]!r:.60} are given"
             raise UsageError(f"{what}, wanted one {verb.free}")
-        kind = TEXT if verb.free == "prompt" else FILE
-        options[verb.free] = _value(f"the {verb.free}", kind, free[0])
+        kind = FILE if verb.free == "model" else TEXT
+        values = [_value(f"the {verb.free}", kind, text) for text in free]
+        options[verb.free] = values if verb.many else values[0]
     options.pop("debug", None)
     return name, options
 

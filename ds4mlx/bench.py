@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
+from .errors import Ds4Error
+
 PROMPT = "def fibonacci(n):\n"
 
 
@@ -29,6 +31,73 @@ def rows(model: str | None = None, *, tokens: int = 128, runs: int = 5) -> Itera
     yield _row("start to first token, s", first, 2, command)
     speeds = decode_speeds(model, tokens, runs)
     yield _row("decode, tokens/s", speeds, 1, " ".join(["ds4mlx bench", *_flag(model)]))
+
+
+def dspark_rows(
+    prompts=(),
+    model: str | None = None,
+    mtp: str = "embedded",
+    *,
+    tokens: int = 128,
+    runs: int = 5,
+    dspark_confidence: float = 0.7,
+    dspark_schedule: bool = True,
+    csv: bool = False,
+) -> Iterator[str]:
+    """Lines of a table: decoding speed with drafts and without, alternately, prompt by prompt.
+
+    Greedy, tokens per second of what was handed out, medians of `runs` after one of each that
+    is not counted. Raises Ds4Error where the texts differ; failures raise: they have no row.
+    """
+    from .api import load
+    from .check import PROMPTS
+
+    names = ("prompt", "strict t/s", "drafted t/s", "ratio", "tokens/pass", "accepted", "verdict")
+    if not csv:
+        yield f"machine: {_machine()}"
+        yield f"commit: {_commit()}, mlx {version('mlx')}"
+        yield f"{tokens} tokens, confidence {dspark_confidence}, schedule {dspark_schedule}, "
+        yield f"medians of {runs} alternating runs"
+    yield _cells(names, csv)
+    if not csv:
+        yield _cells(["---"] * len(names), csv)
+    settings = {"dspark_confidence": dspark_confidence, "dspark_schedule": dspark_schedule}
+    with load(model, mtp=mtp) as loaded:
+        for prompt in prompts or PROMPTS:
+            strict, drafted = [], []
+            for _ in range(runs + 1):
+                strict.append(loaded.generate(prompt, tokens=tokens, dspark_strict=True)._finish())
+                drafted.append(loaded.generate(prompt, tokens=tokens, **settings)._finish())
+                if strict[-1].tokens != drafted[-1].tokens:
+                    raise Ds4Error(f"{prompt!r:.40}: the drafted text is not the plain text")
+            yield _cells(_compared(prompt, strict[1:], drafted[1:]), csv)
+
+
+def _compared(prompt: str, strict: list, drafted: list) -> list[str]:
+    """The row of one prompt, from its replies."""
+    a, b = (
+        median(r.stats["generate_tokens_per_second"] or 0.0 for r in arm)
+        for arm in (strict, drafted)
+    )
+    told = drafted[-1].stats["dspark"]
+    ratio = b / a if a else 0.0
+    verdict = "faster" if ratio > 1.03 else "slower" if ratio < 0.97 else "no difference"
+    share = told["accepted_share"]
+    return [
+        repr(prompt)[:40],
+        f"{a:.1f}",
+        f"{b:.1f}",
+        f"{ratio:.2f}",
+        f"{told['tokens_per_pass'] or 0:.2f}",
+        "none drafted" if share is None else f"{share:.0%} of {told['drafted']}",
+        verdict,
+    ]
+
+
+def _cells(cells, csv: bool) -> str:
+    if csv:
+        return ",".join(f'"{c.replace(chr(34), chr(34) * 2)}"' for c in cells)
+    return f"| {' | '.join(cells)} |"
 
 
 def first_token_seconds(model: str | None, runs: int) -> tuple[list[float], str]:

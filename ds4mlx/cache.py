@@ -62,6 +62,7 @@ class LayerCache:
     """State of one attention layer."""
 
     def __init__(self, config: TargetConfig, ratio: int, ctx: int):
+        self.ratio = ratio
         self.window = Ring(config.sliding_window + FEW, config.head_dim)
         self.compressor = self.indexer = None
         twice = 2 if ratio == 4 else 1  # ratio 4 overlaps: two halves a row
@@ -73,19 +74,15 @@ class LayerCache:
             self.indexer = CompressorCache(ratio, twice * d, d, ctx)
 
 
-class Cache:
-    """State of the whole target for one sequence of at most `ctx` tokens."""
+class Sequence:
+    """How many tokens a state holds, and how many of the newest it can still forget."""
 
-    def __init__(self, config: TargetConfig, ctx: int):
-        if ctx < 1:
-            raise UsageError(f"ctx is {ctx}, wanted at least 1 token")
-        self.ctx = ctx
+    def __init__(self):
         self.position = 0  # tokens processed
         self._furthest = 0  # tokens ever written: rows FEW behind it are the last sure ones
-        self.layers = [LayerCache(config, r, ctx) for r in config.compress_ratios]
 
     def advance(self, n: int):
-        """`n` more tokens have been written by every layer."""
+        """`n` more tokens have been written everywhere."""
         self.position += n
         self._furthest = max(self._furthest, self.position)
 
@@ -101,13 +98,52 @@ class Cache:
             )
         self.position -= n
 
+
+class Cache(Sequence):
+    """State of the whole target for one sequence of at most `ctx` tokens."""
+
+    def __init__(self, config: TargetConfig, ctx: int):
+        if ctx < 1:
+            raise UsageError(f"ctx is {ctx}, wanted at least 1 token")
+        super().__init__()
+        self.ctx = ctx
+        self.layers = [LayerCache(config, r, ctx) for r in config.compress_ratios]
+
     def arrays(self) -> list[mx.array]:
         """Every array of the state, to be evaluated with the step that wrote it."""
         return [a for layer in self.layers for a in _arrays(layer)]
 
+    def live(self) -> list[mx.array]:
+        """What can still be read: last rows of the windows, open windows, finished entries.
+
+        Two states that agree here decode the same. What lies beyond was rejected or left.
+        """
+        return [a for layer in self.layers for a in _live(layer, self.position)]
+
     @property
     def nbytes(self) -> int:
         return sum(a.nbytes for a in self.arrays())
+
+
+class DraftCache(Sequence):
+    """The context of a draft: of each stage, the key rows of the newest committed positions."""
+
+    def __init__(self, config: TargetConfig, stages: int):
+        super().__init__()
+        self.window = config.sliding_window
+        self.rings = [Ring(self.window + FEW, config.head_dim) for _ in range(stages)]
+
+    def read(self) -> list[mx.array]:
+        """The rows that a block sees, per stage [S, Dh]: at most `window`, oldest first."""
+        start = max(0, self.position - self.window)
+        return [ring.read(start, self.position) for ring in self.rings]
+
+    def arrays(self) -> list[mx.array]:
+        return [ring.rows for ring in self.rings]
+
+    def live(self) -> list[mx.array]:
+        """The same rows as `read` gives: nothing else is ever looked at."""
+        return self.read()
 
 
 def _arrays(layer: LayerCache) -> Iterator[mx.array]:
@@ -115,3 +151,13 @@ def _arrays(layer: LayerCache) -> Iterator[mx.array]:
     for part in (layer.compressor, layer.indexer):
         if part is not None:
             yield from (part.c.rows, part.s.rows, part.entries)
+
+
+def _live(layer: LayerCache, n: int) -> Iterator[mx.array]:
+    yield layer.window.read(max(0, n - layer.window.rows.shape[0] + FEW), n)
+    ratio = layer.ratio
+    for part in (layer.compressor, layer.indexer):
+        if part is not None:
+            start = max(0, n - n % ratio - (ratio if ratio == 4 else 0))
+            yield from (ring.read(start, n) for ring in (part.c, part.s))
+            yield part.entries[: n // ratio]

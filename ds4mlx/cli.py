@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 
-from . import __version__, arguments
+from . import __version__, arguments, dspark
 from .errors import Ds4Error, UsageError
 
 
@@ -66,13 +66,17 @@ def _show(texts: Iterator[str]):
             print(text, end="", flush=True)
 
 
-def generate(prompt=None, model=None, as_json=False, **options) -> Iterator[str]:
+def generate(
+    prompt=None, model=None, mtp=None, stats=None, as_json=False, **options
+) -> Iterator[str]:
     """Load a model and answer `prompt`; `options` are those of `Model.generate`."""
+    asked = ("dspark", "dspark_confidence", "dspark_strict", "exact_sampling", "temp")
+    dspark.confidence(mtp is not None, **{n: options[n] for n in asked if n in options})
     prompt = arguments.read_prompt(prompt)
     from . import load
 
     with _Watch() as watch:
-        loaded = load(model, progress=watch.progress)
+        loaded = load(model, mtp=mtp, progress=watch.progress)
         reply = loaded.generate(prompt, progress=watch.progress, **options)
         for note in reply.notes:
             _say(note)
@@ -84,7 +88,11 @@ def generate(prompt=None, model=None, as_json=False, **options) -> Iterator[str]
         if as_json:
             names = ("text", "reasoning", "tokens", "finish_reason", "stats")
             yield _json({name: getattr(reply, name) for name in names})
+        if stats is not None:
+            _written("--stats", stats, reply.stats)
         _say(_closing_line(reply))
+        if warning := reply.stats.get("dspark", {}).get("warning"):
+            _say(f"warning: {warning}")
         if watch.stopped:
             raise KeyboardInterrupt
 
@@ -107,7 +115,43 @@ def bench(model=None, **options) -> Iterator[str]:
         yield f"{line}\n"
 
 
-VERBS = {"generate": generate, "inspect": inspect, "bench": bench}
+def bench_dspark(prompts=(), model=None, mtp="embedded", **options) -> Iterator[str]:
+    """Measure drafts; `options` are those of `bench.dspark_rows`."""
+    from .bench import dspark_rows
+
+    for line in dspark_rows(prompts, model, mtp, **options):
+        yield f"{line}\n"
+
+
+def check(
+    prompts=(),
+    model=None,
+    mtp="embedded",
+    tokens=64,
+    dspark_confidence=0.0,
+    receipt="ds4mlx-check.json",
+) -> Iterator[str]:
+    """Compare drafted and plain decoding; a difference is a failure of the command."""
+    from . import load
+    from .check import Check, hashes
+
+    with load(model, mtp=mtp) as loaded:
+        run = Check(loaded, prompts, tokens=tokens, confidence=dspark_confidence)
+        for line in run:
+            yield f"{line}\n"
+    _written("--receipt", receipt, run.receipt | {"files": hashes(model, mtp)})
+    yield f"receipt: {receipt}\n"
+    if run.failures:
+        raise Ds4Error(f"{run.failures} of {len(run.prompts)} prompts differ with drafts")
+
+
+VERBS = {
+    "generate": generate,
+    "inspect": inspect,
+    "bench": bench,
+    "bench-dspark": bench_dspark,
+    "check": check,
+}
 
 
 def _pieces(reply, watch: "_Watch") -> Iterator[str]:
@@ -155,11 +199,29 @@ def _closing_line(reply) -> str:
         f"generated {_counted(stats['generated_tokens'], stats['generate_tokens_per_second'])}",
         f"peak {stats['peak_bytes'] / 1e9:.2f} GB",
     ]
+    if drafts := stats.get("dspark"):
+        parts.append(_drafted(drafts))
     limits = {"length": "token limit (-n)", "context": "context limit (-c)"}
     if reply.finish_reason in limits:
         inside = " inside the reasoning" if reply.reasoning and not reply.text else ""
         parts.append(f"ended by the {limits[reply.finish_reason]}{inside}")
     return "; ".join(parts)
+
+
+def _drafted(stats: dict) -> str:
+    per, share = stats["accepted_per_cycle"], stats["accepted_share"]
+    parts = [f"drafts: {stats['cycles']} cycles"]
+    parts += [f"{per:.2f} accepted a cycle"] if per is not None else []
+    parts += [f"{share:.0%} of {stats['drafted']} accepted"] if share is not None else []
+    return ", ".join(parts)
+
+
+def _written(flag: str, path: str, values: dict):
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(_json(values))
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}") from error
 
 
 def _counted(tokens: int, per_second: float | None) -> str:

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 
 class Sampler:
-    """Draws one token a call. The same seed and logits give the same tokens.
+    """Draws tokens one after the other; a draw depends on the seed, its number and its logits.
 
     temp 0 takes the likeliest token (the lowest id on ties). Otherwise logits are divided by
     `temp` and filtered by `top_p` and `min_p` as ds4 does (gguf-and-dspark 6.7).
@@ -16,13 +16,24 @@ class Sampler:
         self.temp, self.top_p, self.min_p = temp, top_p, min_p
         self.seed = secrets.randbits(63) if seed is None else seed
         self._key = mx.random.key(self.seed)
+        self._drawn = 0
 
     def __call__(self, logits: mx.array) -> mx.array:
-        """logits [1, V] float32 -> token [1] int32, not yet evaluated."""
+        """logits [N, V] float32 -> the next N draws [N] int32, not yet evaluated."""
+        N, first = logits.shape[0], self._drawn
+        self._drawn += N
         if self.temp == 0:
             return mx.argmax(logits, axis=-1).astype(mx.int32)
-        self._key, key = mx.random.split(self._key)
+        return mx.concatenate([self._draw(logits[i : i + 1], first + i) for i in range(N)])
+
+    def rewind(self, n: int):
+        """Take the newest `n` draws back: the next ones have their numbers, so their luck."""
+        self._drawn -= n
+
+    def _draw(self, logits: mx.array, number: int) -> mx.array:
         p = filtered(logits, self.temp, self.top_p, self.min_p)
+        # The split is made here: a lazy array belongs to the thread that built it.
+        key = mx.random.split(self._key)[0] ^ mx.array([0, number], mx.uint32)
         return mx.random.categorical(mx.log(p), key=key).astype(mx.int32)
 
 

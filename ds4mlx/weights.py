@@ -11,9 +11,10 @@ import numpy as np
 
 from .convert.folder import FolderTensor
 from .convert.gguf import Tensor
-from .convert.inventory import check_ids
+from .convert.inventory import FLOATS, check_ids
 from .convert.repack import repack
 from .errors import FileError
+from .ops import dequantize
 from .packed import Matrix, Packed
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -72,6 +73,10 @@ def as_matrix(type: str, raw: np.ndarray, shape: tuple[int, ...]) -> Matrix:
 
     Vectors become float32; matrices keep their type.
     """
+    if len(shape) == 1 and type not in (*FLOATS, "I32"):
+        vector = dequantize(as_matrix(type, raw, (1, *shape)))[0]
+        mx.eval(vector)
+        return vector
     lead = shape[:-1]
     planes = {n: mx.array(p.reshape(*lead, *p.shape[1:])) for n, p in repack(type, raw).items()}
     if "data" not in planes:

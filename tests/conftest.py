@@ -1,7 +1,12 @@
 """What all tests share."""
 
-import mlx.core as mx
-import pytest
+import os
+
+# MLX reads this at its first product: references are compared in full float32 on every GPU.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+import mlx.core as mx  # noqa: E402
+import pytest  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):

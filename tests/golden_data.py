@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ds4mlx.config import TargetConfig
 from ds4mlx.convert.folder import folder_tensors
+from ds4mlx.draft import Draft, DraftConfig
 from ds4mlx.target import Target
 from ds4mlx.weights import load_weights
 
@@ -44,3 +45,11 @@ def target(case: str, **changes) -> Target:
     path = folder(case) / "target_weights.safetensors"
     tensors = folder_tensors([path])
     return Target(replace(config, **changes), load_weights(tensors, config.n_routed_experts))
+
+
+def draft(case: str, **changes) -> Draft:
+    """The case's draft with its target."""
+    config = DraftConfig.from_dict(description(case)["config"])
+    tensors = folder_tensors([folder(case) / "draft_weights.safetensors"])
+    model = target(case, **changes)
+    return Draft(config, model, load_weights(tensors, model.config.n_routed_experts))

@@ -64,10 +64,11 @@ class StubModel:
 
     def __init__(self, reply=None):
         self.reply = reply or StubReply([Piece("Hello,"), Piece(" world")])
-        self.loads, self.prompts, self.options = [], [], []
+        self.loads, self.drafts, self.prompts, self.options = [], [], [], []
 
-    def load(self, path=None, *, progress):
+    def load(self, path=None, *, mtp=None, progress):
         self.loads.append(path)
+        self.drafts.append(mtp)
         return self
 
     def generate(self, prompt, *, progress, **options):
@@ -98,7 +99,7 @@ def stuck():
 class Loading(StubModel):
     """Takes for ever to load."""
 
-    def load(self, path=None, *, progress):
+    def load(self, path=None, *, mtp=None, progress):
         print("loading", flush=True)
         while True:
             progress("load", 1, 2)

@@ -401,12 +401,19 @@ EXAMPLES = {  # of every option: the words, and what arrives
     "raw": (["--raw"], True),
     "prefill_chunk": (["--prefill_chunk=64"], 64),
 }
-NOT_PASSED_ON = {"model", "prompt", "as_json", "debug"}
+DSPARK = {  # of the options that need a draft
+    "dspark": (["--dspark"], True),
+    "dspark_confidence": (["--dspark-confidence", "0.5"], 0.5),
+    "dspark_strict": (["--dspark-strict"], True),
+    "dspark_schedule": (["--dspark-schedule", "off"], False),
+    "exact_sampling": (["--exact-sampling"], True),
+}
+NOT_PASSED_ON = {"model", "prompt", "as_json", "debug", "mtp", "stats"}
 
 
 def test_every_option_of_generate_has_an_example_here():
     flags = arguments.VERBS["generate"].flags
-    assert {f.key for f in flags} - NOT_PASSED_ON == set(EXAMPLES)
+    assert {f.key for f in flags} - NOT_PASSED_ON == set(EXAMPLES) | set(DSPARK)
 
 
 def test_every_option_of_the_api_is_a_flag_and_has_the_default_that_help_states():
@@ -414,7 +421,7 @@ def test_every_option_of_the_api_is_a_flag_and_has_the_default_that_help_states(
 
     parameters = inspect.signature(Model.generate).parameters
     flags = {f.key: f for f in reversed(arguments.VERBS["generate"].flags)}
-    assert set(parameters) - {"self", "progress"} == set(flags) - {"model", "as_json", "debug"}
+    assert set(parameters) - {"self", "progress"} == set(flags) - NOT_PASSED_ON | {"prompt"}
     defaults = {k: parameters[k].default for k in EXAMPLES}
     assert defaults == {k: flags[k].default for k in EXAMPLES}
 
@@ -425,6 +432,60 @@ def test_every_option_of_bench_is_one_of_its_rows():
     parameters = inspect.signature(rows).parameters
     flags = {f.key: f.default for f in arguments.VERBS["bench"].flags if f.key != "debug"}
     assert flags == {k: p.default for k, p in parameters.items()}
+
+
+@pytest.mark.parametrize("key", DSPARK)
+def test_an_option_about_drafts_arrives(run, model, key):
+    words, value = DSPARK[key]
+    assert run("generate", "hi", "--mtp-model", "d.gguf", *words)[0] == 0
+    assert (model.drafts, model.options) == (["d.gguf"], [{key: value}])
+
+
+@pytest.mark.parametrize(
+    "words, wanted",
+    [
+        (["--dspark"], "dspark needs a draft, wanted --mtp FILE"),
+        (["--dspark-strict"], "dspark needs a draft, wanted --mtp FILE"),
+        (["--dspark-confidence", "0"], "DeepSeek-V4-Flash-DSpark-support-0731.gguf"),
+        (["--mtp", "d", "--dspark-confidence", "nan"], "is 'nan', wanted a number from 0 to 1"),
+        (["--mtp", "d", "--dspark-confidence", "-0.1"], "is '-0.1', wanted a number from 0 to 1"),
+        (["--mtp", "d", "--dspark-confidence", "1.01"], "is '1.01', wanted a number from 0 to 1"),
+        (["--mtp", "d", "--dspark-confidence", "high"], "is 'high', wanted a number from 0 to 1"),
+        (["--mtp", "d", "--dspark-schedule", "no"], "is 'no', wanted on or off"),
+        (["--mtp", "d", "--dspark", "--temp", "0.7"], "wanted --temp 0, or --exact-sampling"),
+    ],
+)
+def test_what_drafts_cannot_do_is_refused_before_anything_loads(run, model, words, wanted):
+    status, out, err = run("generate", "hi", *words)
+    assert (status, out, model.loads) == (2, "", [])
+    assert wanted in err
+
+
+@pytest.mark.parametrize(
+    "changes, wanted",
+    [
+        ({}, "drafts: 8 cycles, 1.50 accepted a cycle, 60% of 20 accepted"),
+        ({"cycles": 0, "accepted_per_cycle": None, "accepted_share": None}, "drafts: 0 cycles\n"),
+        ({"warning": "nothing was drafted"}, "\nds4mlx: warning: nothing was drafted\n"),
+    ],
+)
+def test_the_end_of_a_drafted_run_tells_what_the_drafts_did(run, model, changes, wanted):
+    told = {"cycles": 8, "accepted_per_cycle": 1.5, "accepted_share": 0.6, "drafted": 20}
+
+    class Drafted(StubReply):
+        stats = StubReply([]).stats | {"dspark": told | changes}
+
+    model.reply = Drafted([Piece("a")])
+    assert wanted in run("generate", "hi", "--mtp", "d", "--dspark")[2]
+
+
+def test_statistics_are_written_as_json(run, model, tmp_path):
+    run("generate", "hi", "--stats", str(tmp_path / "s.json"))
+    assert json.loads((tmp_path / "s.json").read_text()) == model.reply.stats
+
+
+def test_statistics_that_cannot_be_written_are_an_error(run, tmp_path):
+    assert "No such file" in run("generate", "hi", "--stats", str(tmp_path / "a" / "s.json"))[2]
 
 
 @pytest.mark.parametrize("key", EXAMPLES)
@@ -772,7 +833,7 @@ def _spy_on_bars(run, model, monkeypatch, terminal):
         def close(self):
             events.append("closed")
 
-    def load(path, progress):
+    def load(path, mtp, progress):
         progress("load", 2, 4)
         progress("load", 4, 4)
         return model

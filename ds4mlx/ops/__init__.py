@@ -11,6 +11,7 @@ from .hc_head import hc_head
 from .hc_mix import hc_mix
 from .index_select import index_select
 from .linear import linear
+from .markov import markov
 from .mlp import mlp
 from .pool import pool
 from .rms_norm import rms_norm
@@ -31,6 +32,7 @@ __all__ = [
     "hc_mix",
     "index_select",
     "linear",
+    "markov",
     "mlp",
     "pool",
     "rms_norm",

@@ -2,17 +2,66 @@
 
 import mlx.core as mx
 
-from ..rows import each_row
+from ..packed import Packed
+from ..rows import FEW, each_row
+from . import metal
 from .linear import linear
+
+_CHUNK, _SIMDGROUPS = 256, 8  # of hc_mix.metal
+_part = metal.Kernel(
+    "hc_mix",
+    inputs=["x", "fn"],
+    outputs=["part"],
+    call="""uint2 pos = uint2(simdgroup_index_in_threadgroup, threadgroup_position_in_grid.y);
+hc_mix_part(x, fn, part, x_shape[0], fn_shape[0], fn_shape[1],
+    uint2(simdgroups_per_threadgroup, threadgroups_per_grid.y), pos, thread_index_in_simdgroup);""",
+)
+_finish = metal.Kernel(
+    "hc_mix",
+    inputs=["part", "scale", "base", "eps", "norm_eps"],
+    outputs=["pre", "post", "comb"],
+    call="""threadgroup float sums[256];
+hc_mix_finish<HC, ITERATIONS>(part, scale, base, pre, post, comb, sums, eps, norm_eps, K,
+    part_shape[1], threadgroup_position_in_grid.y, simdgroup_index_in_threadgroup,
+    thread_index_in_simdgroup);""",
+)
 
 
 def hc_mix(x, fn, scale, base, *, iterations: int, eps: float, norm_eps: float):
     """Coefficients of one sublayer (model 4.1), all float32.
 
     x [N, HC, D]; fn [(2 + HC) * HC, HC * D]; scale [3]; base [(2 + HC) * HC]
-    -> pre [N, HC], post [N, HC], comb [N, HC, HC] (first index: source stream).
+    -> pre [N, HC], post [N, HC], comb [N, HC, HC] (first index: source stream). The kernel
+    takes up to FEW rows, an fn that is not packed, and HC of 2 or 4.
     """
-    return hc_mix_reference(x, fn, scale, base, iterations=iterations, eps=eps, norm_eps=norm_eps)
+    N, HC, D = x.shape
+    if not metal.enabled() or N > FEW or isinstance(fn, Packed) or HC not in (2, 4):
+        return hc_mix_reference(
+            x, fn, scale, base, iterations=iterations, eps=eps, norm_eps=norm_eps
+        )
+    chunks = -(-HC * D // _CHUNK)
+    (part,) = _part(
+        x,
+        fn,
+        template={},
+        grid=(32 * _SIMDGROUPS, chunks, 1),
+        group=(32 * _SIMDGROUPS, 1, 1),
+        shapes=[(N, chunks, fn.shape[0] + 1)],
+        dtypes=[mx.float32],
+    )
+    pre, post, comb = _finish(
+        part,
+        scale,
+        base,
+        mx.array(eps),
+        mx.array(norm_eps),
+        template={"HC": HC, "ITERATIONS": iterations, "K": HC * D},
+        grid=(32 * _SIMDGROUPS, N, 1),
+        group=(32 * _SIMDGROUPS, 1, 1),
+        shapes=[(N, HC), (N, HC), (N, HC, HC)],
+        dtypes=[mx.float32] * 3,
+    )
+    return pre, post, comb
 
 
 def hc_mix_reference(x, fn, scale, base, *, iterations: int, eps: float, norm_eps: float):

@@ -2,12 +2,33 @@
 
 import mlx.core as mx
 
+from . import metal
+
 BLOCK = 64
+_kernel = metal.Kernel(
+    "round_kv",
+    inputs=["x"],
+    outputs=["out"],
+    call="""round_kv(x, out, x_shape[1], QUANTISED, threadgroup_position_in_grid.x,
+    threadgroup_position_in_grid.y, thread_index_in_simdgroup);""",
+)
 
 
 def round_kv(x: mx.array, rope_dims: int) -> mx.array:
     """x [N, Dh] float32: all channels but the last `rope_dims` go through e4m3, blocks of 64."""
-    return round_kv_reference(x, rope_dims)
+    if not metal.enabled():
+        return round_kv_reference(x, rope_dims)
+    N, Dh = x.shape
+    assert (Dh - rope_dims) % BLOCK == 0, (Dh, rope_dims)
+    (out,) = _kernel(
+        x,
+        template={"QUANTISED": Dh - rope_dims},
+        grid=(32 * -(-Dh // BLOCK), N, 1),
+        group=(32, 1, 1),
+        shapes=[x.shape],
+        dtypes=[mx.float32],
+    )
+    return out
 
 
 def round_kv_reference(x: mx.array, rope_dims: int) -> mx.array:

@@ -1,11 +1,29 @@
 import mlx.core as mx
 import pytest
 
-from ds4mlx.ops.grouped_linear import grouped_linear_reference
+from ds4mlx.ops.grouped_linear import grouped_linear, grouped_linear_reference
 from ds4mlx.ops.linear import linear
 from tests.close import assert_close, assert_rows_alone
 from tests.golden_data import op_vectors
+from tests.metal.cases import Case
 from tests.ops.matrices import TYPES, matrix
+
+
+def make(G, R, K):
+    w = matrix("Q8_0", G * R, K)
+    mx.random.seed(3)
+    return lambda x: grouped_linear(x, w), [mx.random.normal((8, G, K))]
+
+
+CASES = {
+    "odd": Case(lambda: make(3, 5, 288), "check", atol=1e-4),
+    "flash": Case(lambda: make(8, 1024, 4096), "guard", atol=3e-3),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_kernel_matches_reference_and_rows_equal_rows_alone(case):
+    case.verify()
 
 
 def test_reference_matches_golden_vectors():

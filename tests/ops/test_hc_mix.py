@@ -1,11 +1,35 @@
 import mlx.core as mx
 import numpy as np
+import pytest
 
-from ds4mlx.ops.hc_mix import hc_mix_reference
+from ds4mlx.ops.hc_mix import hc_mix, hc_mix_reference
 from tests.close import assert_close, assert_rows_alone
 from tests.golden_data import op_vectors
+from tests.metal.cases import Case
 
 SETTINGS = dict(iterations=20, eps=1e-6, norm_eps=1e-6)
+
+
+def make(HC, D, dtype):
+    mx.random.seed(9)
+    M, K = (2 + HC) * HC, HC * D
+    fn = (mx.random.normal((M, K)) * K**-0.5).astype(dtype)
+    scale, base = mx.array([0.5, 2.0, 1.5]), mx.random.normal((M,))
+    return lambda x: hc_mix(x, fn, scale, base, **SETTINGS), [mx.random.normal((8, HC, D))]
+
+
+CASES = {
+    "two streams": Case(lambda: make(2, 5, mx.float32), "check", atol=4e-6),
+    "odd": Case(lambda: make(4, 97, mx.float32), "check", atol=4e-6),
+    "odd bfloat": Case(lambda: make(4, 65, mx.bfloat16), "check", atol=4e-6),
+    "flash half": Case(lambda: make(4, 4096, mx.float16), "guard", atol=4e-6),
+    "flash": Case(lambda: make(4, 4096, mx.float32), "guard", atol=4e-6),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_kernel_matches_reference_and_rows_equal_rows_alone(case):
+    case.verify()
 
 
 def test_reference_matches_golden_vectors():

@@ -1,8 +1,30 @@
 import mlx.core as mx
+import pytest
 
-from ds4mlx.ops.rms_norm import rms_norm_reference
+from ds4mlx.ops.rms_norm import rms_norm, rms_norm_reference
 from tests.close import assert_close, assert_rows_alone
 from tests.golden_data import op_vectors
+from tests.metal.cases import Case
+
+
+def make(weighted, *shape):
+    mx.random.seed(15)
+    w = mx.random.normal(shape[-1:]) if weighted else None
+    return lambda x: rms_norm(x, w, 1e-6), [mx.random.normal((8, *shape))]
+
+
+CASES = {
+    "tiny": Case(lambda: make(True, 3), "check", atol=1e-6),
+    "odd": Case(lambda: make(True, 515), "check", atol=2e-6),
+    "odd heads": Case(lambda: make(False, 3, 96), "check", atol=2e-6),
+    "flash": Case(lambda: make(True, 4096), "guard", atol=1e-6, rtol=4e-6),
+    "flash heads": Case(lambda: make(False, 64, 512), "guard", atol=1e-6, rtol=4e-6),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_kernel_matches_reference_and_rows_equal_rows_alone(case):
+    case.verify()
 
 
 def test_reference_matches_golden_vectors():

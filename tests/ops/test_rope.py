@@ -2,9 +2,30 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from ds4mlx.ops.rope import rope_reference, rotation
+from ds4mlx.ops.rope import rope, rope_reference, rotation
 from tests.close import assert_close, assert_rows_alone, assert_same
 from tests.golden_data import op_vectors
+from tests.metal.cases import Case
+
+
+def make(R, inverse, *shape):
+    mx.random.seed(16)
+    turn = rotation(mx.arange(1000, 1008), 0.5 ** mx.arange(R // 2))
+    return lambda x, turn: rope(x, turn, inverse), [mx.random.normal((8, *shape)), turn]
+
+
+CASES = {
+    "odd": Case(lambda: make(6, False, 9), "check", atol=1e-6),
+    "odd heads inverse": Case(lambda: make(6, True, 5, 39), "check", atol=1e-6),
+    "flash": Case(lambda: make(64, False, 64, 512), "guard", atol=1e-6),
+    "flash inverse": Case(lambda: make(64, True, 64, 512), "guard", atol=1e-6),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_kernel_matches_reference_and_rows_equal_rows_alone(case):
+    case.verify()
+
 
 sets = pytest.mark.parametrize("name", ["rope.main", "rope.comp"])
 

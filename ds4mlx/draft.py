@@ -1,0 +1,133 @@
+"""The draft: DeepSeek's DSpark module, which guesses a block of tokens from the target's rows."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from . import ops
+from .cache import DraftCache
+from .rows import FEW
+from .target import Attention, HyperConnection, MoE, Target
+from .weights import Weights
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """A draft's own settings, under the names of the official `config.json` (model 16)."""
+
+    n_mtp_layers: int
+    dspark_block_size: int
+    dspark_noise_token_id: int
+    dspark_target_layer_ids: tuple[int, ...]
+
+    @classmethod
+    def from_dict(cls, config: dict) -> "DraftConfig":
+        values = {name: config[name] for name in cls.__dataclass_fields__}
+        return cls(**values | {"dspark_target_layer_ids": tuple(config["dspark_target_layer_ids"])})
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a draft proposes after an anchor; arrays that are not yet evaluated."""
+
+    tokens: mx.array  # [1 + N] int32: the anchor, then the drafts
+    logits: mx.array  # [N, V] float32, the Markov term included
+    confidence: mx.array  # [N] float32, before the sigmoid: is this draft right if those before are
+
+
+class Draft:
+    """Three stages over a noise block, which share the target's embedding and head (model 16)."""
+
+    def __init__(self, config: DraftConfig, target: Target, weights: Weights):
+        assert config.dspark_target_layer_ids == target.config.dspark_target_layer_ids
+        self.config, self.target = config, target
+        last = weights.at(f"mtp.{config.n_mtp_layers - 1}")
+        self.main_proj = weights["mtp.0.main_proj.weight"]
+        self.main_norm = weights["mtp.0.main_norm.weight"]
+        self.stages = [
+            Stage(target.config, weights.at(f"mtp.{s}")) for s in range(config.n_mtp_layers)
+        ]
+        self.hc_head_fn = last["hc_head_fn"]
+        self.hc_head_scale = last["hc_head_scale"]
+        self.hc_head_base = last["hc_head_base"]
+        self.norm = last["norm.weight"]
+        self.markov_w1 = last["markov_head.markov_w1.weight"]
+        self.markov_w2 = last["markov_head.markov_w2.weight"]
+        self.confidence_proj = last["confidence_head.proj.weight"]
+        self.freqs = target.config.rope_freqs(compressed=False)
+        weights.finish()
+
+    def cache(self) -> DraftCache:
+        return DraftCache(self.target.config, self.config.n_mtp_layers)
+
+    def extend(self, taps: mx.array, cache: DraftCache):
+        """The target's taps [N, T * D] of the positions after `cache.position` become context."""
+        kept = taps[-(cache.window + FEW) :]  # older rows would leave the rings at once
+        cache.advance(taps.shape[0] - kept.shape[0])
+        N = kept.shape[0]
+        main_x = self.main_x(kept)
+        rotation = ops.rotation(mx.arange(cache.position, cache.position + N), self.freqs)
+        for stage, ring in zip(self.stages, cache.rings, strict=True):
+            ring.write(cache.position, stage.attn.keys(main_x, rotation))
+        cache.advance(N)
+
+    def propose(self, anchor: mx.array, cache: DraftCache) -> Block:
+        """anchor [1] int32, the token at `cache.position` -> a block of guesses after it."""
+        ids, x = self.embed(anchor)
+        context = cache.read()
+        positions = mx.arange(cache.position, cache.position + ids.shape[0])
+        rotation = ops.rotation(positions, self.freqs)
+        for stage, rows in zip(self.stages, context, strict=True):
+            x = stage(x, rows, rotation)
+        z = self.collapse(x)
+        u = ops.linear(ops.rms_norm(z, self.norm, self._eps), self.target.head)
+        tokens, logits, e = ops.markov(u, anchor, self.markov_w1, self.markov_w2)
+        confidence = ops.linear(mx.concatenate([z, e], axis=-1), self.confidence_proj)
+        return Block(mx.concatenate([anchor, tokens]), logits, confidence[:, 0])
+
+    def main_x(self, taps: mx.array) -> mx.array:
+        """taps [N, T * D] -> the row [N, D] that all stages read (model 16.1)."""
+        return ops.rms_norm(ops.linear(taps, self.main_proj), self.main_norm, self._eps)
+
+    def embed(self, anchor: mx.array) -> tuple[mx.array, mx.array]:
+        """anchor [1] -> ids [N] of the anchor and noise, and their streams [N, HC, D]."""
+        noise = mx.full((self.config.dspark_block_size - 1,), self.config.dspark_noise_token_id)
+        ids = mx.concatenate([anchor, noise.astype(mx.int32)])
+        e = ops.embed(ids, self.target.embed)
+        return ids, mx.repeat(e[:, None], self.target.config.hc_mult, axis=1)
+
+    def collapse(self, x: mx.array) -> mx.array:
+        """Streams [N, HC, D] -> [N, D] before the last norm."""
+        return ops.hc_head(
+            x,
+            self.hc_head_fn,
+            self.hc_head_scale,
+            self.hc_head_base,
+            eps=self.target.config.hc_eps,
+            norm_eps=self._eps,
+        )
+
+    @property
+    def _eps(self) -> float:
+        return self.target.config.rms_norm_eps
+
+
+class Stage:
+    """A layer of the target whose attention sees the context and all rows of the block."""
+
+    def __init__(self, config, weights: Weights):
+        self.window = config.sliding_window
+        self.hc_attn = HyperConnection(config, "attn", weights)
+        self.attn = Attention(config, 0, weights.at("attn"))
+        self.hc_ffn = HyperConnection(config, "ffn", weights)
+        self.ffn = MoE(config, False, weights.at("ffn"))
+
+    def __call__(self, x, context, rotation):  # x [N, HC, D], context [S, Dh]
+        x = self.hc_attn(x, lambda y: self._attend(y, context, rotation))
+        return self.hc_ffn(x, lambda y: self.ffn(y, None))
+
+    def _attend(self, y, context, rotation):  # y [N, D]
+        _, q = self.attn.queries(y, rotation)
+        raw = mx.concatenate([context, self.attn.keys(y, rotation)])
+        o = ops.attention(q, raw, self.attn.attn_sink, window=self.window, causal=False)
+        return self.attn.project(o, rotation)

@@ -1,0 +1,239 @@
+"""Drafted decoding gives the tokens and the caches of plain decoding, bit for bit."""
+
+import json
+from functools import cache
+from importlib.resources import files
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ds4mlx
+from ds4mlx.cache import Cache
+from ds4mlx.check import Recorder
+from ds4mlx.convert.folder import folder_tensors
+from ds4mlx.convert.pair import transcode
+from ds4mlx.draft import Block, Draft, DraftConfig
+from ds4mlx.generate import Speculation, decode, prefill
+from ds4mlx.loading import EMBEDDED, EMBEDDED_DRAFT
+from ds4mlx.sampling import Sampler
+from ds4mlx.weights import load_weights
+from tests.close import assert_same
+from tests.golden_data import HERE, draft
+from tests.test_embedded import NANO, beside
+from tests.test_embedded import source as source_target
+
+PROMPTS = json.loads((HERE / "nano.json").read_text())
+TRANSCRIPTS = json.loads((HERE / "nano_spec.json").read_text())
+
+
+@cache
+def embedded(rounding):
+    return ds4mlx.load(mtp="embedded", rounding=rounding)._draft
+
+
+@cache
+def source(rounding):
+    config = json.loads((NANO / "config.json").read_text())
+    tensors = folder_tensors([NANO / "draft_weights.safetensors"])
+    weights = load_weights(tensors, config["n_routed_experts"])
+    return Draft(DraftConfig.from_dict(config), source_target(rounding), weights)
+
+
+@cache
+def small():
+    return draft("s4_odd_batch")
+
+
+def prefilled(model, ids, ctx):
+    state, rings = Cache(model.target.config, ctx), model.cache()
+    *_, (streams, _) = prefill(model.target, ids, state, chunk=50, draft=model, context=rings)
+    return streams, state, rings
+
+
+def greedy():
+    return Sampler(0.0, 1.0, 0.0, 0)
+
+
+def speculation(model, ids, *, ctx=None, stop=(), sampler=None, proposer=None, **options):
+    """(loop, streams of the prompt's last row)"""
+    streams, state, rings = prefilled(model, ids, ctx or len(ids) + 90)
+    sampler = sampler or greedy()
+    proposer = proposer or model
+    return Speculation(model.target, proposer, state, rings, sampler, stop, **options), streams
+
+
+def assert_same_state(got, want):
+    assert got.position == want.position
+    for a, b in zip(got.live(), want.live(), strict=True):
+        assert_same(a, b)
+
+
+def taken(tokens, leave_at):
+    """Tokens of a loop that is left after `leave_at` of them (None: read to its end)."""
+    out = []
+    for id in tokens:
+        out.append(id)
+        if len(out) == leave_at:
+            break
+    tokens.close()
+    return out
+
+
+def plain(model, ids, n, stop=(), leave_at=None, sampler=None):
+    """Tokens, cache and rings of plain decoding, the rings fed row by row."""
+    ctx = len(ids) + 90
+    streams, state, rings = prefilled(model, ids, ctx)
+    target, sampler = Recorder(model.target), sampler or greedy()
+    tokens = taken(decode(target, streams, state, sampler, limit=n, stop=stop), leave_at)
+    for taps in target.taps[: state.position - len(ids)]:
+        model.extend(taps, rings)
+    return tokens, state, rings
+
+
+def assert_as_plain(model, ids, n, *, stop=(), leave_at=None, sampler=greedy, **options):
+    """-> (tokens, records of the cycles)"""
+    want, state, rings = plain(model, ids, n, stop, leave_at, sampler())
+    records = []
+    loop, streams = speculation(model, ids, stop=stop, sampler=sampler(), **options)
+    loop.report = records.append
+    assert taken(loop.decode(streams, n), leave_at) == want
+    assert_same_state(loop.cache, state)
+    assert_same_state(loop.context, rings)
+    return want, [r for r in records if "rows" in r]
+
+
+@beside
+@pytest.mark.parametrize("index", range(len(PROMPTS)))
+@pytest.mark.parametrize("rounding", ["off", "on"])
+def test_the_source_weights_begin_as_the_recorded_transcripts(index, rounding):
+    assert_transcript(source(rounding == "on"), index, rounding, cycles=3)
+
+
+@pytest.mark.parametrize("index, rounding", [(0, "off"), (1, "on"), (2, "off"), (3, "on")])
+def test_the_shipped_pair_begins_as_the_recorded_transcripts(index, rounding):
+    """Of the two longest prompts a few rejected drafts differ: the shipped weights are packed."""
+    assert_transcript(embedded(rounding == "on"), index, rounding, cycles=4)
+
+
+def assert_transcript(model, index, rounding, cycles):
+    want, records = TRANSCRIPTS[index][rounding], []
+    cycles = min(cycles, len(want["accepted"]))
+    total = 1 + cycles + sum(want["accepted"][:cycles])
+    loop, streams = speculation(model, PROMPTS[index]["prompt"])
+    loop.report = records.append
+    assert taken(loop.decode(streams, 90), total)[: total - 1] == want["tokens"][: total - 1]
+    records = [r for r in records if "rows" in r]
+    for name, key in (("accepted", "accepted"), ("drafts", "draft"), ("bonus", "bonus")):
+        assert [r[name] for r in records[:cycles]] == want[key][:cycles]
+    got = np.array([r["confidences"] for r in records[:cycles]])
+    assert np.abs(got - 1 / (1 + np.exp(-np.array(want["conf"][:cycles])))).max() < 2e-2
+
+
+@pytest.mark.parametrize("length, confidence", [(1, 0.5), (127, 0.7), (129, 0.0), (250, 1.0)])
+def test_the_embedded_pair_writes_its_plain_text(length, confidence):
+    ids = (PROMPTS[0]["prompt"] + PROMPTS[5]["prompt"])[:length]
+    assert_as_plain(embedded(True), ids, 9, confidence=confidence)
+
+
+@pytest.mark.parametrize("experts", ["q4_k", "iq2_xxs"])
+def test_the_pair_with_other_experts_writes_its_plain_text(experts, tmp_path):
+    paths = []
+    for name in (EMBEDDED, EMBEDDED_DRAFT):
+        paths.append(tmp_path / name)
+        transcode(files("ds4mlx") / "data" / name, paths[-1], experts)
+    with ds4mlx.load(paths[0], mtp=paths[1]) as model:
+        assert_as_plain(model._draft, PROMPTS[0]["prompt"], 9, confidence=0.3)
+
+
+@cache
+def text():
+    return plain(small(), PROMPT, 24)[0]
+
+
+PROMPT = [int(i) for i in np.random.default_rng(0).integers(0, 380, 30)]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 9])
+def test_no_token_and_no_row_beyond_the_limit(limit):
+    tokens, _ = assert_as_plain(small(), PROMPT, limit)
+    assert len(tokens) == limit
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 7])
+def test_a_stop_token_ends_the_text_and_leaves_nothing_after_it(at):
+    tokens = text()
+    for proposer in (None, Script(PROMPT + tokens)):
+        assert_as_plain(small(), PROMPT, 10, stop={tokens[at]}, proposer=proposer)
+
+
+@pytest.mark.parametrize("at", [1, 2, 5, 8])
+def test_a_loop_that_is_left_early_leaves_the_caches_of_plain_decoding(at):
+    script = Script(PROMPT + text())
+    for proposer in (None, script):
+        assert_as_plain(small(), PROMPT, 10, leave_at=at, proposer=proposer)
+
+
+class Script:
+    """A draft that proposes the text that it was given, `wrong` positions of each block aside."""
+
+    config = SimpleNamespace(dspark_block_size=5)
+
+    def __init__(self, text, wrong=(), shift=1, confidence=None):
+        self.text, self.wrong, self.shift = text, wrong, shift
+        self.confidence = confidence or [3.0] * 5
+
+    def extend(self, taps, context):
+        small().extend(taps, context)
+
+    def propose(self, anchor, context):
+        at = context.position + 1
+        drafts = [self.text[at + i] if at + i < len(self.text) else 0 for i in range(5)]
+        drafts = [(d + self.shift * (i in self.wrong)) for i, d in enumerate(drafts)]
+        tokens = mx.concatenate([anchor, mx.array(drafts, mx.int32)])
+        return Block(tokens, None, mx.array(self.confidence))
+
+
+@pytest.mark.parametrize(
+    "wrong, shift, accepted",
+    [
+        *(((), 1, 5), ((0,), 1, 0), ((4,), 1, 4), (range(5), 1, 0), ((1, 3), 1, 1)),
+        *(((2,), 100_000, 2), ((2,), -100_000, 2)),  # outside the vocabulary
+    ],
+)
+def test_wrong_drafts_of_any_kind_change_nothing(wrong, shift, accepted):
+    script = Script(PROMPT + text(), wrong, shift)
+    _, records = assert_as_plain(small(), PROMPT, 14, proposer=script)
+    assert records[0]["accepted"] == accepted
+
+
+def test_a_draft_below_the_confidence_and_those_after_it_are_not_verified():
+    script = Script(PROMPT + text(), confidence=[2.0, 1.0, -1.0, 5.0, 5.0])
+    for confidence, drafts in ((0.0, 5), (0.3, 2), (0.8, 1), (0.9, 0)):
+        loop, streams = speculation(small(), PROMPT, proposer=script, confidence=confidence)
+        records = []
+        loop.report = records.append
+        taken(loop.decode(streams, 20), 8)
+        assert records[0]["rows"] == 1 + drafts == 1 + records[0]["accepted"]
+
+
+@pytest.mark.parametrize("temp, top_p", [(0.7, 0.9), (1.5, 1.0)])
+def test_sampled_text_is_that_of_plain_sampling_with_the_same_seed(temp, top_p):
+    assert_as_plain(small(), PROMPT, 12, sampler=lambda: Sampler(temp, top_p, 0.0, 3))
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    ids=st.lists(st.integers(0, 388), min_size=1, max_size=20),
+    limit=st.integers(1, 10),
+    confidence=st.sampled_from([0.0, 0.2, 0.5, 0.7, 1.0]),
+    leave_at=st.none() | st.integers(1, 14),
+    stop=st.sets(st.integers(0, 388), max_size=60),
+)
+def test_any_prompt_limit_threshold_and_end_gives_the_plain_text(
+    ids, limit, confidence, leave_at, stop
+):
+    assert_as_plain(small(), ids, limit, confidence=confidence, leave_at=leave_at, stop=stop)
