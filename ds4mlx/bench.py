@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
+from . import __version__
 from .errors import Ds4Error
 
 PROMPT = "def fibonacci(n):\n"
@@ -145,4 +146,4 @@ def _commit() -> str:
         capture_output=True,
         text=True,
     )
-    return done.stdout.strip() if done.returncode == 0 else f"version {version('ds4mlx')}"
+    return done.stdout.strip() if done.returncode == 0 else f"version {__version__}"

@@ -1,25 +1,66 @@
 """The routed experts: each row meets its own k, weighed by the router."""
 
+from functools import cache
+
 import mlx.core as mx
 
 from ..packed import Matrix, Packed
 from ..rows import FEW, each_row
-from .dequantize import NATIVE, dequantize, native
+from . import metal
+from .dequantize import NATIVE
+from .experts_down import (
+    PLANES,
+    TABLE,
+    blocking,
+    experts_down,
+    experts_down_reference,
+    gather,
+    planes,
+    takes,
+)
 from .mlp import mlp, swiglu
+
+_SIMDGROUPS = 4
 
 
 def experts(x, ids, weights, w1: Matrix, w3: Matrix, w2: Matrix, limit: float) -> mx.array:
     """x [N, D], ids [N, K] uint32, weights [N, K]; w1, w3 [E, F, D], w2 [E, D, F] -> [N, D].
 
-    The weight is applied before w2 (model 12).
+    The weight is applied before w2 (model 12). Up to 8 rows and K of 8, the kernels take over:
+
+    | launch              | kernel: MXFP4, Q8_0, Q4_K, Q2_K, IQ2_XXS | reference       |
+    | w1 and w3           | both of one of these types               | any other types |
+    | w2 (`experts_down`) | one of these types                       | any other type  |
+
+    Where w1 and w3 take the reference, w2 does.
     """
-    return experts_reference(x, ids, weights, w1, w3, w2, limit)
+    N, K = ids.shape
+    F = w1.shape[1]
+    one_type = isinstance(w1, Packed) and isinstance(w3, Packed) and w1.type == w3.type
+    if not one_type or not takes(ids, w1):
+        return experts_reference(x, ids, weights, w1, w3, w2, limit)
+    R, M = blocking(N)
+    assert F % (R * _SIMDGROUPS) == 0, w1.shape  # w2 is packed in groups of 32 along F
+    (h,) = _kernel(w1.type)(
+        x,
+        ids,
+        weights,
+        mx.array(limit, mx.float32),
+        *planes(w1),
+        *planes(w3)[: len(w3.planes)],
+        template={"D": x.shape[1], "F": F, "K": K, "R": R, "M": M},
+        grid=(F // R * 32, N * K, 1),
+        group=(32 * _SIMDGROUPS, 1, 1),
+        shapes=[(N, K, F)],
+        dtypes=[mx.float32],
+    )
+    return experts_down(h, ids, w2)
 
 
 def experts_reference(x, ids, weights, w1, w3, w2, limit):
     def gathered(x, ids, weights):
-        up = swiglu(_gather(x[:, None], w1, ids), _gather(x[:, None], w3, ids), limit)
-        return _gather(up * weights[..., None], w2, ids).sum(axis=1)
+        up = swiglu(gather(x[:, None], w1, ids), gather(x[:, None], w3, ids), limit)
+        return experts_down_reference(up * weights[..., None], ids, w2)
 
     if x.shape[0] <= FEW:
         return each_row(gathered, x, ids, weights)
@@ -33,13 +74,20 @@ def experts_reference(x, ids, weights, w1, w3, w2, limit):
     return total
 
 
-def _gather(x: mx.array, w: Matrix, ids: mx.array) -> mx.array:
-    """x [N, K or 1, D], w [E, M, D], ids [N, K] -> x[n, k] w[ids[n, k]]^T, [N, K, M]."""
-    x = x[:, :, None]
-    if isinstance(w, Packed) and w.type in NATIVE:
-        if w.type != "MXFP4" and ids.shape[0] == 1:
-            # Scales are widened for the call: for the chosen experts, not for all.
-            w, ids = w[ids[0]], mx.arange(ids.shape[1], dtype=mx.uint32)[None]
-        codes, form = native(w)
-        return mx.gather_qmm(x, codes, **form, rhs_indices=ids, transpose=True).squeeze(2)
-    return (x @ dequantize(w[ids]).swapaxes(-1, -2)).squeeze(2)
+@cache
+def _kernel(type: str) -> metal.Kernel:
+    gate, up = ([f"{w}_{p}" for p in PLANES[type] if p != "table"] for w in ("gate", "up"))
+    table = ["table"] if type == "IQ2_XXS" else []
+    shared = ", magnitudes" if table else ""
+    return metal.Kernel(
+        "experts",
+        inputs=["x", "ids", "weights", "limit", *gate, *table, *up],
+        outputs=["h"],
+        call=f"""{TABLE.format(threads=32 * _SIMDGROUPS) if table else ""}
+{type} gate = {{{", ".join(gate)}{shared}}};
+{type} up = {{{", ".join(up)}{shared}}};
+uint N = x_shape[0];
+uint f = (threadgroup_position_in_grid.x * {_SIMDGROUPS} + simdgroup_index_in_threadgroup) * R;
+experts<D, F, K, R, M>(gate, up, x, ids, weights, limit, h, N,
+    threadgroup_position_in_grid.y, f, thread_index_in_simdgroup);""",
+    )

@@ -2,8 +2,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from ds4mlx.ops.experts import experts_reference
-from tests.close import assert_close, assert_rows_alone
+from ds4mlx.ops import metal
+from ds4mlx.ops.experts import experts, experts_reference
+from tests.close import assert_close, assert_rows_alone, assert_same
+from tests.metal.bench import executed
+from tests.metal.cases import Case
 from tests.ops.matrices import exact, matrix
 
 KINDS = [
@@ -23,6 +26,90 @@ def make(up, down, rows):
     x = mx.random.normal((rows, D)) / 8
     ids = np.stack([rng.permutation(E)[:K] for _ in range(rows)])
     return x, mx.array(ids, mx.uint32), mx.random.uniform(shape=(rows, K)), w1, w3, w2
+
+
+def block(up, down, E, F, D, K):
+    """experts(...) with random weights, and 8 rows for it."""
+    w = [matrix(up, E, F, D), matrix(up, E, F, D, seed=1), matrix(down, E, D, F)]
+    rng = np.random.default_rng(E)
+    mx.random.seed(E)
+    ids = mx.array(np.stack([rng.permutation(E)[:K] for _ in range(8)]), mx.uint32)
+    x, weights = mx.random.normal((8, D)) / 8, mx.random.uniform(shape=(8, K))
+    return (lambda x, ids, weights: experts(x, ids, weights, *w, LIMIT)), [x, ids, weights]
+
+
+CASES = {  # atol: about 1e-5 of the greatest element
+    "odd": Case(lambda: block("MXFP4", "MXFP4", 5, 32, 96, 3), "check", atol=1e-3),
+    "one expert": Case(lambda: block("Q4_K", "Q4_K", 1, 256, 256, 1), "check", atol=1e-2),
+    "iq2": Case(lambda: block("IQ2_XXS", "Q2_K", 3, 256, 256, 2), "check", atol=1e-3),
+    "q8": Case(lambda: block("Q8_0", "Q8_0", 4, 32, 32, 2), "check", atol=1e-3),
+    "embedded": Case(lambda: block("MXFP4", "MXFP4", 8, 256, 256, 2), "guard", atol=1e-3),
+    # Flash's k of 6 and parts of its matrices, for whole ones are slow on a CPU
+    "flash": Case(lambda: block("MXFP4", "MXFP4", 8, 128, 512, 6), "guard", atol=1e-2),
+    "flash iq2": Case(lambda: block("IQ2_XXS", "Q2_K", 8, 256, 256, 6), "guard", atol=1e-2),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_kernel_matches_reference_and_rows_equal_rows_alone(case):
+    case.verify()
+
+
+def test_kernels_match_reference_at_the_whole_shape_of_flash():
+    op, arrays = block("MXFP4", "MXFP4", 6, 2048, 4096, 6)
+    row = [a[:1] for a in arrays]
+    want = np.array(op(*row))
+    with executed("guard"):
+        got = op(*row)
+    assert_close(got, want, atol=1e-5 * np.abs(want).max())
+
+
+def test_kernel_takes_an_expert_twice_in_a_row():
+    op, (x, _, weights) = block("MXFP4", "MXFP4", 4, 32, 32, 3)
+    ids = mx.array([[2, 1, 2], [1, 1, 1], [2, 0, 1]] + [[3, 2, 2]] * 5, mx.uint32)
+    want = np.array(op(x, ids, weights))
+    with executed("check"):
+        assert_close(op(x, ids, weights), want, atol=1e-5 * np.abs(want).max())
+        assert_rows_alone(op, x, ids, weights)
+
+
+def test_kernel_hides_no_nan():
+    op, (x, *rest) = block("Q8_0", "Q8_0", 4, 32, 32, 2)
+    x[1, 5] = float("nan")
+    with executed("check"):
+        out = np.array(op(x, *rest))
+    assert np.isnan(out).all(axis=1).tolist() == [False, True] + 6 * [False]
+    assert not np.isnan(out[[0, 2, 3, 4, 5, 6, 7]]).any()
+
+
+@pytest.mark.parametrize(
+    "types, launched",
+    [
+        (("Q8_0", "Q8_0", "Q8_0"), ["experts", "experts_down"]),
+        (("IQ2_XXS", "IQ2_XXS", "Q2_K"), ["experts", "experts_down"]),
+        (("MXFP4", "MXFP4", "BF16"), ["experts"]),
+        (("Q8_0", "MXFP4", "Q8_0"), []),
+        (("Q6_K", "Q6_K", "Q8_0"), []),
+    ],
+)
+def test_types_choose_kernels_or_the_reference(types, launched, monkeypatch):
+    w1, w3, w2 = (matrix(t, 2, 256, 256, seed=i) for i, t in enumerate(types))
+    x, ids, weights = mx.ones((1, 256)), mx.array([[1, 0]], mx.uint32), mx.ones((1, 2))
+    names = []
+    with executed():
+        launch = metal.launch
+        monkeypatch.setattr(metal, "launch", lambda k, *a: names.append(k.name) or launch(k, *a))
+        out = experts(x, ids, weights, w1, w3, w2, LIMIT)
+    want = experts_reference(x, ids, weights, w1, w3, w2, LIMIT)
+    assert names == launched
+    assert_close(out, want, atol=1e-5 * float(mx.abs(want).max()))
+
+
+def test_more_than_8_rows_take_the_reference():
+    x, ids, weights, *w = make("MXFP4", "MXFP4", 9)
+    want = experts_reference(x, ids, weights, *w, LIMIT)
+    with executed():
+        assert_same(experts(x, ids, weights, *w, LIMIT), want)
 
 
 @pytest.mark.parametrize("up, down", KINDS)

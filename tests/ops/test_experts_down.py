@@ -1,0 +1,57 @@
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from ds4mlx.ops.experts_down import PLANES, experts_down, experts_down_reference
+from tests.close import assert_close, assert_rows_alone
+from tests.metal.bench import executed
+from tests.metal.cases import Case
+from tests.ops.matrices import exact, matrix
+
+
+def block(type, E, D, F, K):
+    """experts_down(...) with random weights, and 8 rows for it."""
+    w2 = matrix(type, E, D, F)
+    rng = np.random.default_rng(E)
+    mx.random.seed(E)
+    ids = mx.array(np.stack([rng.permutation(E)[:K] for _ in range(8)]), mx.uint32)
+    return (lambda h, ids: experts_down(h, ids, w2)), [mx.random.normal((8, K, F)) / 8, ids]
+
+
+CASES = {  # atol: about 1e-5 of the greatest element
+    "odd": Case(lambda: block("MXFP4", 5, 36, 96, 3), "check", atol=1e-4),
+    "one expert": Case(lambda: block("Q2_K", 1, 4, 256, 1), "check", atol=1e-4),
+    "iq2": Case(lambda: block("IQ2_XXS", 3, 8, 256, 2), "check", atol=1e-4),
+    # Flash's rows of 2048 and k of 6, and fewer of them
+    "flash": Case(lambda: block("MXFP4", 8, 128, 2048, 6), "guard", atol=1e-3),
+    "flash q2": Case(lambda: block("Q2_K", 8, 64, 2048, 6), "guard", atol=1e-3),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_kernel_matches_reference_and_rows_equal_rows_alone(case):
+    case.verify()
+
+
+@pytest.mark.parametrize("type", PLANES)
+def test_kernel_reads_the_exact_value_of_every_weight(type):
+    w2 = matrix(type, 2, 8, 512)
+    ids = mx.ones((8, 1), mx.uint32)
+    one_hot = mx.eye(512).reshape(64, 8, 1, 512)
+    with executed():
+        read = mx.concatenate([experts_down(h, ids, w2) for h in one_hot])
+    assert np.array_equal(np.array(read).T, exact(w2)[1])
+
+
+@pytest.mark.parametrize("type", ["MXFP4", "Q2_K", "F32"])
+def test_reference_matches_float64(type):
+    _, (h, ids) = block("F32", 4, 64, 256, 3)
+    w2 = matrix(type, 4, 64, 256)
+    want = np.einsum("nkdf,nkf->nd", exact(w2)[np.array(ids)], np.array(h, dtype=np.float64))
+    got = experts_down_reference(h, ids, w2)
+    assert_close(got, want, atol=2e-5 * np.abs(want).max())
+
+
+def test_rows_of_a_block_equal_rows_alone():
+    op, arrays = block("Q2_K", 4, 64, 256, 3)
+    assert_rows_alone(op, *arrays)
