@@ -12,7 +12,9 @@
 // Lane l receives the sum of v[l % WIDTH] over the simdgroup.
 template <int WIDTH>
 METAL_FUNC float linear_sums(thread float* v, uint lane) {
+#pragma unroll
   for (int apart = 16; apart > 0; apart /= 2) {
+#pragma unroll
     for (int i = 0; i < min(apart, WIDTH); i++) {
       if (apart >= WIDTH) {
         v[i] += simd_shuffle_xor(v[i], apart);

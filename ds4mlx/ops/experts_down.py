@@ -70,8 +70,8 @@ def takes(ids: mx.array, w: Matrix) -> bool:
     """Whether the kernels are there for ids [N, K] and a matrix [E, M, columns]."""
     if not (metal.enabled() and isinstance(w, Packed) and w.type in PLANES):
         return False
-    # The slots that share an expert are bits of a word, and 32 bits count octets of weights.
-    return ids.shape[0] <= FEW and ids.shape[1] <= 8 and math.prod(w.shape) < 1 << 34
+    # The slots that share an expert are bits of a word, and an int counts 32-bit words.
+    return ids.shape[0] <= FEW and ids.shape[1] <= 8 and math.prod(w.shape) < 1 << 33
 
 
 def blocking(N: int) -> tuple[int, int]:
