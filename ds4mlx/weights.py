@@ -20,6 +20,9 @@ from .packed import Matrix, Packed
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
 
+_SMALL = 1 << 20  # elements
+
+
 class Weights:
     """Tensors by official name; a module takes each of its own exactly once."""
 
@@ -71,7 +74,8 @@ def load_weights(
 def as_matrix(type: str, raw: np.ndarray, shape: tuple[int, ...]) -> Matrix:
     """Bytes of a tensor, uint8 [rows, row bytes] -> an array, or a packed matrix of `shape`.
 
-    Vectors become float32; matrices keep their type.
+    Vectors become float32; matrices keep their type, but for small ones on the CPU: MLX has no
+    product of a float32 row with a half matrix there, and would widen it at every use.
     """
     if len(shape) == 1 and type not in (*FLOATS, "I32"):
         vector = dequantize(as_matrix(type, raw, (1, *shape)))[0]
@@ -84,7 +88,8 @@ def as_matrix(type: str, raw: np.ndarray, shape: tuple[int, ...]) -> Matrix:
     data = planes["data"]
     if type == "BF16":
         data = data.view(mx.bfloat16)
-    if len(shape) == 1 and type != "I32":
+    small = data.size < _SMALL and mx.default_device() == mx.cpu
+    if type != "I32" and (len(shape) == 1 or small):
         data = data.astype(mx.float32)
     mx.eval(data)
     return data

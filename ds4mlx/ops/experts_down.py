@@ -24,7 +24,6 @@ for (uint i = thread_index_in_threadgroup; i < 256; i += {threads}) {{
 }}
 threadgroup_barrier(mem_flags::mem_threadgroup);
 """
-SUMMED_TOGETHER = 4  # rows that share dequantised weights in one pass
 
 
 def experts_down(h: mx.array, ids: mx.array, w2: Matrix) -> mx.array:
@@ -76,7 +75,7 @@ def takes(ids: mx.array, w: Matrix) -> bool:
 
 def blocking(N: int) -> tuple[int, int]:
     """Rows of weights of a simdgroup, and rows of the block that share one pass over them."""
-    return (4, 1) if N == 1 else (2, SUMMED_TOGETHER)
+    return 4, min(N, 2)
 
 
 def planes(w: Packed) -> list[mx.array]:

@@ -86,8 +86,21 @@ def normed_product(x: mx.array, fn, norm_eps: float) -> mx.array:
 def sinkhorn(a: mx.array, iterations: int, eps: float) -> mx.array:
     """a [N, HC, HC] logits -> softmax over the last axis, then column and row divisions."""
     a = mx.softmax(a, axis=-1) + eps
+    if a.shape[0] == 1 and mx.default_device() == mx.cpu:
+        return _sinkhorn_one(a[0], iterations, eps)[None]
     a = a / (a.sum(axis=-2, keepdims=True) + eps)
     for _ in range(iterations - 1):
         a = a / (a.sum(axis=-1, keepdims=True) + eps)
         a = a / (a.sum(axis=-2, keepdims=True) + eps)
+    return a
+
+
+def _sinkhorn_one(a: mx.array, iterations: int, eps: float) -> mx.array:
+    """The divisions of one row, sums and eps in one product: a third fewer calls, and on the CPU
+    the calls are what decoding waits for. (A GPU's products may round their inputs.)"""
+    ones, floor = mx.ones_like(a), mx.full(a.shape, eps)
+    a = a / mx.addmm(floor, ones, a)
+    for _ in range(iterations - 1):
+        a = a / mx.addmm(floor, a, ones)
+        a = a / mx.addmm(floor, ones, a)
     return a
