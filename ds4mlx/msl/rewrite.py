@@ -164,7 +164,8 @@ class _Rewriter:
             raise Ds4Error(f"threadgroup{text};: declare one variable, without a first value")
         if not self.body:
             raise Ds4Error(f"threadgroup{text};: only the kernel's call may declare it")
-        self.at, self.variables = end + 1, self.variables + 1
+        # The `;` stays: what follows it starts a statement.
+        self.at, self.variables = end, self.variables + 1
         type_ = rewrite(m[1], self.dialect, body=True)
         declared = self.dialect.variable.format(
             type=type_, name=m[2], dims=m[3].strip(), id=self.variables

@@ -124,6 +124,12 @@ def test_a_threadgroup_variable_is_declared_alone_without_a_first_value(text):
         rewrite(text, CPU, body=True)
 
 
+@pytest.mark.parametrize("dialect, mark", [(CPU, "threadgroup_variable"), (CUDA, "__shared__")])
+def test_each_of_two_threadgroup_variables_in_a_row_is_shared(dialect, mark):
+    text = rewrite("threadgroup float a[4];\nthreadgroup int b;\na[0] = b;", dialect, body=True)
+    assert text.count(mark) == 2 and "a[0] = b;" in text
+
+
 def test_a_threadgroup_variable_in_a_metal_file_is_refused():
     with pytest.raises(Ds4Error, match="only the kernel's call may declare it"):
         rewrite("METAL_FUNC void f() { threadgroup float x[2]; }", CUDA)
