@@ -4,31 +4,42 @@
 // none of Flash's, and is a multiple of 4 QUADS. Values are exact, but rounded
 // once for Q5_K, Q6_K and the types with minima.
 
-// F32 and F16.
+// F32, F16 and BF16.
 template <typename T>
 struct dense {
-  enum { QUADS = 1 };
+  enum { QUADS = 4 / sizeof(T) };
   const device T* data;
 };
 
-template <typename T>
-METAL_FUNC void read(dense<T> w, uint i, thread float4* v) {
-  v[0] = float4(((const device vec<T, 4>*)w.data)[i / 4]);
+METAL_FUNC void read(dense<float> w, uint i, thread float4* v) {
+  v[0] = ((const device float4*)w.data)[i / 4];
+}
+
+METAL_FUNC void read(dense<half> w, uint i, thread float4* v) {
+  uint4 words = ((const device uint4*)w.data)[i / 8];
+  v[0] = float4(half4(as_type<half2>(words.x), as_type<half2>(words.y)));
+  v[1] = float4(half4(as_type<half2>(words.z), as_type<half2>(words.w)));
 }
 
 METAL_FUNC void read(dense<bfloat> w, uint i, thread float4* v) {
-  v[0] = as_type<float4>(uint4(((const device ushort4*)w.data)[i / 4]) << 16);
+  uint4 words = ((const device uint4*)w.data)[i / 8];
+  float4 even = as_type<float4>(words << 16);
+  float4 odd = as_type<float4>(words & 0xffff0000);
+  v[0] = float4(even.x, odd.x, even.y, odd.y);
+  v[1] = float4(even.z, odd.z, even.w, odd.w);
 }
 
 struct q8_0 {
-  enum { QUADS = 1 };
+  enum { QUADS = 2 };
   const device uint* codes;
   const device half* scales;
 };
 
 METAL_FUNC void read(q8_0 w, uint i, thread float4* v) {
-  float4 codes = float4(as_type<uchar4>(w.codes[i / 4]));
-  v[0] = float(w.scales[i / 32]) * (codes - 128.0f);
+  uint2 words = ((const device uint2*)w.codes)[i / 8];
+  float scale = w.scales[i / 32];
+  v[0] = scale * (float4(as_type<uchar4>(words.x)) - 128.0f);
+  v[1] = scale * (float4(as_type<uchar4>(words.y)) - 128.0f);
 }
 
 // Eight codes of four bits, in sequence from the low bits up.

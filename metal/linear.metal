@@ -48,6 +48,8 @@ METAL_FUNC void linear(
   static_assert(VALUES <= 32, "a lane holds one sum");
   float sum[32] = {};
   uint sg = simdgroup.y;
+  // Twice the loads in flight, which a single row needs.
+#pragma unroll 2
   for (uint k = 4 * QUADS * (32 * sg + lane); k < K;
        k += 128 * QUADS * simdgroup.x) {
     float4 weight[TILE][QUADS];

@@ -69,8 +69,8 @@ def product(x: mx.array, w: Matrix) -> mx.array:
     assert M % G == 0 and w.shape[1] == K and x.dtype == mx.float32, (x.shape, w.shape, x.dtype)
     planes, template = (w.planes, {}) if isinstance(w, Packed) else ({"data": w}, {"T": w.dtype})
     struct = _STRUCTS[w.type if isinstance(w, Packed) else w.dtype]
-    # The order of a row's sum: it may depend on the matrix, never on N.
-    simdgroups = 2 if M >= 4096 else 8
+    # As many as fill a GPU; they order a row's sum, so they may depend on M, never on N.
+    simdgroups = 2 if M >= 16384 else 4 if M >= 4096 else 8
     (out,) = _KERNELS[struct](
         x,
         *(planes[name] for name in struct[1]),
