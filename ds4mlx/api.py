@@ -122,7 +122,7 @@ class Model:
         )
         notes = []
         ids, parser = self._prompt(prompt, system, think, release, raw, notes)
-        ctx = ctx or min(CTX, self.config.max_position_embeddings)
+        ctx = self._context(ctx)
         if len(ids) >= ctx:
             raise UsageError(
                 f"the prompt has {len(ids)} tokens, wanted fewer than the context of {ctx}"
@@ -190,8 +190,14 @@ class Model:
 
     def session(self, ctx: int | None = None) -> "Session":
         """Row by row access for research; see Session."""
-        ctx = ctx or min(CTX, self.config.max_position_embeddings)
-        return Session(self._open(), ctx, self._draft)
+        return Session(self._open(), self._context(ctx), self._draft)
+
+    def _context(self, ctx: int | None) -> int:
+        """The context that was asked for, or the default. Memory is taken for all of it at once."""
+        most = self.config.max_position_embeddings
+        if ctx is not None and ctx > most:
+            raise UsageError(f"ctx is {ctx}, wanted at most the model's {most} positions")
+        return ctx or min(CTX, most)
 
     def close(self):
         """Free the weights. Replies and sessions that are still held keep them alive."""

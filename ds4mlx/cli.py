@@ -72,6 +72,7 @@ def generate(
     """Load a model and answer `prompt`; `options` are those of `Model.generate`."""
     asked = ("dspark", "dspark_confidence", "dspark_strict", "exact_sampling", "temp")
     dspark.confidence(mtp is not None, **{n: options[n] for n in asked if n in options})
+    _check_writable("--stats", stats)
     prompt = arguments.read_prompt(prompt)
     from . import load
 
@@ -132,6 +133,7 @@ def check(
     receipt="ds4mlx-check.json",
 ) -> Iterator[str]:
     """Compare drafted and plain decoding; a difference is a failure of the command."""
+    _check_writable("--receipt", receipt)
     from . import load
     from .check import Check, hashes
 
@@ -214,6 +216,15 @@ def _drafted(stats: dict) -> str:
     parts += [f"{per:.2f} accepted a cycle"] if per is not None else []
     parts += [f"{share:.0%} of {stats['drafted']} accepted"] if share is not None else []
     return ", ".join(parts)
+
+
+def _check_writable(flag: str, path: str | None):
+    """Refuses, before anything is loaded, a file that could not be written afterwards."""
+    if path is None:
+        return
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise UsageError(f"{flag} {path}: wanted a file in a folder that can be written")
 
 
 def _written(flag: str, path: str, values: dict):

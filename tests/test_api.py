@@ -80,6 +80,13 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(model):
         model.generate(PROMPT, ctx=n)
 
 
+def test_a_context_beyond_the_models_positions_is_refused_before_memory_is_taken(model):
+    for ask in (lambda: model.generate(PROMPT, ctx=10**9), lambda: model.session(ctx=8193)):
+        with pytest.raises(UsageError, match="wanted at most the model's 8192 positions"):
+            ask()
+    assert model.session(ctx=8192).position == 0
+
+
 @pytest.mark.parametrize(
     "option, value",
     [("tokens", 0), ("ctx", 0), ("temp", -1), ("temp", float("nan")), ("top_p", 1.1)]

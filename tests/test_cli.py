@@ -484,8 +484,11 @@ def test_statistics_are_written_as_json(run, model, tmp_path):
     assert json.loads((tmp_path / "s.json").read_text()) == model.reply.stats
 
 
-def test_statistics_that_cannot_be_written_are_an_error(run, tmp_path):
-    assert "No such file" in run("generate", "hi", "--stats", str(tmp_path / "a" / "s.json"))[2]
+def test_statistics_that_could_not_be_written_are_refused_before_the_model_runs(run, tmp_path):
+    for path in (tmp_path / "a" / "s.json", tmp_path):
+        status, out, error = run("generate", "hi", "--stats", str(path))
+        assert (status, out) == (2, "")
+        assert error == f"ds4mlx: --stats {path}: wanted a file in a folder that can be written\n"
 
 
 @pytest.mark.parametrize("key", EXAMPLES)
