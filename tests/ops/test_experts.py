@@ -96,9 +96,9 @@ def test_types_choose_kernels_or_the_reference(types, launched, monkeypatch):
     w1, w3, w2 = (matrix(t, 2, 256, 256, seed=i) for i, t in enumerate(types))
     x, ids, weights = mx.ones((1, 256)), mx.array([[1, 0]], mx.uint32), mx.ones((1, 2))
     names = []
-    with executed():
+    with executed(), monkeypatch.context() as patch:  # undone before the executor is left
         launch = metal.launch
-        monkeypatch.setattr(metal, "launch", lambda k, *a: names.append(k.name) or launch(k, *a))
+        patch.setattr(metal, "launch", lambda k, *a: names.append(k.name) or launch(k, *a))
         out = experts(x, ids, weights, w1, w3, w2, LIMIT)
     want = experts_reference(x, ids, weights, w1, w3, w2, LIMIT)
     assert names == launched
