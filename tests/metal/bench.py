@@ -55,7 +55,7 @@ def executed(mode: str = "guard") -> Iterator[None]:
     with patch.object(metal, "backend", lambda: "cpu"), patch.object(metal, "launch", launch):
         yield
         # A patch that outlives this block would put the executor back when it is undone.
-        assert metal.launch is launch, "metal.launch was replaced inside executed() and not restored"
+        assert metal.launch is launch, "metal.launch was replaced in executed() and not restored"
 
 
 class _Buffer(ctypes.Structure):
