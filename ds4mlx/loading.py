@@ -61,11 +61,13 @@ def load_files(
     data = files(__package__) / "data"
     where = _expanded(data / EMBEDDED if path is None else path)
     found = (_folder if (where / "config.json").is_file() else _gguf)(where)
+    found["chat"] = found["chat"] and found["tokenizer"].has_chat_roles
     config, name, experts = found["config"], found["name"], found["config"]["n_routed_experts"]
     draft = None
     if mtp is not None:
         other = _expanded(data / EMBEDDED_DRAFT if mtp == "embedded" else mtp)
         draft = (_draft_folder if other.is_dir() else _draft_gguf)(other, config)
+        warning = check_pair(draft["config"], {"lineage": None} | config)
     weights = load_weights(found.pop("tensors"), experts, name, progress)
     if draft:
         tensors = draft.pop("tensors")
@@ -73,7 +75,7 @@ def load_files(
         draft = DraftFiles(
             **draft,
             weights=loaded,
-            warning=check_pair(draft["config"], {"lineage": None} | config),
+            warning=warning,
             fingerprint=_fingerprint(where, other),
         )
     return Files(**found, weights=weights, draft=draft)
@@ -120,7 +122,6 @@ def _draft_gguf(path: Path, target: dict) -> dict:
     gguf = open_gguf(path)
     config = draft_config(gguf)
     tensors = check_draft(gguf, config, target)
-    check_pair(config, {"lineage": None} | target)
     return {"name": gguf.path.name, "config": config, "tensors": tensors}
 
 
@@ -132,7 +133,6 @@ def _draft_folder(path: Path, target: dict) -> dict:
         raise UsageError(f"{path}: wanted config.json and draft*.safetensors for a draft")
     config = folder_draft_config(_json(path / "config.json"), str(path / "config.json"))
     tensors = check_draft_folder(path, folder_tensors(shards), config, target)
-    check_pair(config, {"lineage": None} | target)
     return {"name": path.name, "config": config, "tensors": tensors}
 
 

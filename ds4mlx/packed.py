@@ -24,12 +24,6 @@ class Packed:
         lead = first.shape[: first.ndim - 1 - lost]
         return Packed(self.type, (*lead, self.shape[-1]), planes)
 
-    def reshape(self, *lead: int) -> "Packed":
-        """The same matrix with other leading axes (the last axis stays)."""
-        inner = len(self.shape) - 1
-        planes = {n: p.reshape(*lead, *p.shape[inner:]) for n, p in self.planes.items()}
-        return Packed(self.type, (*lead, self.shape[-1]), planes)
-
     @property
     def nbytes(self) -> int:
         return sum(plane.nbytes for plane in self.planes.values())

@@ -272,7 +272,9 @@ def test_a_folder_with_official_names_loads(tmp_path):
     with pytest.raises(UsageError, match="no tokenizer.json"):
         ds4mlx.load(tmp_path)
     write_tokenizer(tmp_path / "tokenizer.json", 320)
-    logits = ds4mlx.load(tmp_path, rounding=False).session(ctx=200).feed([1, 2, 3])
+    loaded = ds4mlx.load(tmp_path, rounding=False)
+    assert not loaded.chat  # the tokenizer has no tokens for roles
+    logits = loaded.session(ctx=200).feed([1, 2, 3])
     assert np.isfinite(np.array(logits)).all()
     for change, text in (({"hidden_size": 97}, "97"), ({"head_dim": None}, "head_dim")):
         changed = config | change

@@ -15,6 +15,7 @@ from ds4mlx.convert.write import typed, write_gguf
 from ds4mlx.errors import FileError, UsageError
 from ds4mlx.loading import EMBEDDED, EMBEDDED_DRAFT
 from tests.close import assert_same
+from tests.test_loading import rewritten
 
 DATA = files("ds4mlx") / "data"
 PROMPT = "def gcd(a, b):\n    while b:\n"
@@ -124,6 +125,19 @@ def test_a_vector_of_a_draft_may_be_packed(tmp_path):
         session = other.session(ctx=64)
         session.feed(other.tokenizer.encode(PROMPT))
         assert bool(mx.isfinite(session.propose(267).logits).all())
+
+
+def test_a_pair_of_two_checkpoints_is_refused_before_any_weight_is_read(tmp_path):
+    def never(*_):
+        raise AssertionError("weights were read")
+
+    target = rewritten(
+        tmp_path / "t.gguf",
+        metadata=lambda keys: keys | {"general.version": ("STRING", "preview")},
+    )
+    draft = variant(tmp_path / "d.gguf", {"general.version": ("STRING", "0731")})
+    with pytest.raises(FileError, match='draft is of checkpoint "0731", the target of "preview"'):
+        ds4mlx.load(target, mtp=draft, progress=never)
 
 
 def test_a_draft_of_another_checkpoint_than_the_target_says_is_told_once(tmp_path):
