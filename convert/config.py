@@ -198,11 +198,12 @@ def kv_bytes(config: dict, ctx: int) -> dict[int, dict[str, int]]:
     for r in config["compress_ratios"][: config["num_hidden_layers"]]:
         wide, window = (2, 2 * r) if r == 4 else (1, r)  # ratio 4 overlaps
         widths = (d, di) if r == 4 else (d,) if r else ()
+        rows = max(config["sliding_window"], window) + spare
         layer = {
-            "raw rows": (config["sliding_window"] + spare) * d,
+            "raw rows": rows * d,
             "entries": (ctx // r + 1) * d if r else 0,
             "index keys": (ctx // r + 1) * di if r == 4 else 0,
-            "open windows": sum(2 * (window + spare) * wide * w for w in widths),
+            "open windows": sum(2 * rows * wide * w for w in widths),
         }
         total = out.setdefault(int(r), dict.fromkeys(layer, 0))
         for name, n in layer.items():

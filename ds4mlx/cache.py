@@ -5,7 +5,8 @@ So nothing is moved or restored on a rewind: the position goes back, later rows 
 and are overwritten.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -20,9 +21,12 @@ class Ring:
     def __init__(self, capacity: int, width: int):
         self.rows = mx.zeros((capacity, width))
 
-    def write(self, position: int, rows: mx.array):
+    def write(self, position: int | mx.array, rows: mx.array):
         """Put `rows` [N, D] at positions `position` ..; the last `capacity` of them stay."""
         capacity = self.rows.shape[0]
+        if isinstance(position, mx.array):
+            self.rows[(position + mx.arange(rows.shape[0])) % capacity] = rows
+            return
         skip = max(0, rows.shape[0] - capacity)
         for at, part in self._parts(position + skip, position + rows.shape[0]):
             self.rows[at : at + part] = rows[skip : skip + part]
@@ -44,34 +48,58 @@ class Ring:
             yield 0, stop - start - first
 
 
-class CompressorCache:
-    """Open-window rows (values `c` and scores `s`) and finished entries of one compressor."""
-
-    def __init__(self, ratio: int, width: int, entry_width: int, ctx: int):
-        windows = 2 if ratio == 4 else 1  # ratio 4 pools over the previous window too
-        self.c = Ring(windows * ratio + FEW, width)
-        self.s = Ring(windows * ratio + FEW, width)
-        self.entries = mx.zeros((ctx // ratio + 1, entry_width))
-
-    def write_entries(self, first: int, entries: mx.array):
-        """Put finished `entries` [n, D] at indices `first` .. ."""
-        self.entries[first : first + entries.shape[0]] = entries
-
-
 class LayerCache:
-    """State of one attention layer."""
+    """State of one attention layer: a ring of its rows, and the finished compressed entries.
+
+    A row holds the key row [Dh], then for each of the layer's `compressors` (its own, and the
+    indexer's) what a window is pooled from, values and scores (see `ops.latents`).
+    """
 
     def __init__(self, config: TargetConfig, ratio: int, ctx: int):
-        self.ratio = ratio
-        self.window = Ring(config.sliding_window + FEW, config.head_dim)
-        self.compressor = self.indexer = None
-        twice = 2 if ratio == 4 else 1  # ratio 4 overlaps: two halves a row
-        if ratio:
-            d = config.head_dim
-            self.compressor = CompressorCache(ratio, twice * d, d, ctx)
-        if ratio == 4:
-            d = config.index_head_dim
-            self.indexer = CompressorCache(ratio, twice * d, d, ctx)
+        self.ratio, self.window, self.head_dim = ratio, config.sliding_window, config.head_dim
+        dims = {0: (), 4: (config.head_dim, config.index_head_dim)}.get(ratio, (config.head_dim,))
+        twice = 2 if ratio == 4 else 1  # ratio 4 overlaps: two halves a row, two windows
+        width = config.head_dim + sum(2 * twice * d for d in dims)
+        self.ring = Ring(max(self.window, twice * ratio) + FEW, width)
+        self.entries = [mx.zeros((ctx // ratio + 1, d)) for d in dims]
+
+    def write_entries(self, step: "Step", entries: list[mx.array]):
+        """Put the entries [n, d] of the windows that a block closes in their places."""
+        for i, new in enumerate(entries):
+            first, n = step.position // self.ratio, new.shape[0]
+            where = first + mx.arange(n) if isinstance(first, mx.array) else slice(first, first + n)
+            self.entries[i][where] = new
+
+    def live(self, position: int) -> Iterator[mx.array]:
+        """What can still be read at `position`: the window, the open windows, the entries."""
+        yield self.ring.read(max(0, position - self.window), position)[:, : self.head_dim]
+        if self.ratio:
+            start = max(
+                0, position - position % self.ratio - (self.ratio if self.ratio == 4 else 0)
+            )
+            yield self.ring.read(start, position)[:, self.head_dim :]
+        yield from (e[: position // self.ratio] for e in self.entries)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where a block of rows stands; a compiled step knows its position as an array only."""
+
+    position: int | mx.array  # of its first row
+    rows: int
+    closing: dict[int, int]  # by ratio: how many windows close
+    selecting: bool  # there are more entries than an indexer lets through
+
+    @classmethod
+    def of(cls, config: TargetConfig, position: int, rows: int) -> "Step":
+        end = position + rows
+        closing = {r: end // r - position // r for r in sorted({*config.compress_ratios} - {0})}
+        return cls(position, rows, closing, end // 4 > config.index_topk)
+
+    def windows(self, ratio: int) -> mx.array | None:
+        """First positions [n] int32 of the windows that close; None if none does."""
+        n = self.closing[ratio]
+        return (self.position // ratio + mx.arange(n)) * ratio if n else None
 
 
 class Sequence:
@@ -111,14 +139,21 @@ class Cache(Sequence):
 
     def arrays(self) -> list[mx.array]:
         """Every array of the state, to be evaluated with the step that wrote it."""
-        return [a for layer in self.layers for a in _arrays(layer)]
+        return [a for layer in self.layers for a in (layer.ring.rows, *layer.entries)]
+
+    def replace(self, arrays: Iterable[mx.array]):
+        """Put `arrays`, in the order of `arrays`, in their places."""
+        following = iter(arrays)
+        for layer in self.layers:
+            layer.ring.rows = next(following)
+            layer.entries = [next(following) for _ in layer.entries]
 
     def live(self) -> list[mx.array]:
         """What can still be read: last rows of the windows, open windows, finished entries.
 
         Two states that agree here decode the same. What lies beyond was rejected or left.
         """
-        return [a for layer in self.layers for a in _live(layer, self.position)]
+        return [a for layer in self.layers for a in layer.live(self.position)]
 
     @property
     def nbytes(self) -> int:
@@ -144,20 +179,3 @@ class DraftCache(Sequence):
     def live(self) -> list[mx.array]:
         """The same rows as `read` gives: nothing else is ever looked at."""
         return self.read()
-
-
-def _arrays(layer: LayerCache) -> Iterator[mx.array]:
-    yield layer.window.rows
-    for part in (layer.compressor, layer.indexer):
-        if part is not None:
-            yield from (part.c.rows, part.s.rows, part.entries)
-
-
-def _live(layer: LayerCache, n: int) -> Iterator[mx.array]:
-    yield layer.window.read(max(0, n - layer.window.rows.shape[0] + FEW), n)
-    ratio = layer.ratio
-    for part in (layer.compressor, layer.indexer):
-        if part is not None:
-            start = max(0, n - n % ratio - (ratio if ratio == 4 else 0))
-            yield from (ring.read(start, n) for ring in (part.c, part.s))
-            yield part.entries[: n // ratio]

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from . import __version__, ops
+from . import __version__
 from .api import CHUNK, Model
-from .cache import Cache
+from .cache import Cache, Step
 from .generate import Speculation, decode, prefill
 from .loading import EMBEDDED, EMBEDDED_DRAFT
 from .sampling import Sampler
-from .target import Target
+from .target import Target, settled
 
 PROMPTS = (
     "def fibonacci(n):\n",
@@ -163,15 +163,9 @@ def divergence(target: Target, ids, want: list[int], got: list[int], cycles: lis
 
 def sublayers(target: Target, ids: list[int], cache: Cache) -> Iterator[tuple[int, str, mx.array]]:
     """(layer, "attn" or "ffn", streams after it) of one forward pass."""
-    tokens, start = mx.array(ids, mx.int32), cache.position
-    positions = mx.arange(start, start + len(ids))
-    rotations = {r: ops.rotation(positions, f) for r, f in target.freqs.items()}
-    x = mx.repeat(ops.embed(tokens, target.embed)[:, None], target.config.hc_mult, axis=1)
-    for i, (layer, state) in enumerate(zip(target.layers, cache.layers, strict=True)):
-        x = layer.hc_attn(x, lambda y, a=layer.attn, s=state: a(y, start, s, rotations))
-        yield i, "attn", x
-        x = layer.hc_ffn(x, lambda y, f=layer.ffn: f(y, tokens))
-        yield i, "ffn", x
+    step = Step.of(target.config, cache.position, len(ids))
+    for i, op, *streams in target.sublayers(mx.array(ids, mx.int32), step, cache):
+        yield i, op, settled(*streams)
     cache.advance(len(ids))
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from . import ops
-from .cache import DraftCache
+from .cache import DraftCache, Ring
 from .rows import FEW
-from .target import Attention, HyperConnection, MoE, Target
+from .target import Attention, HyperConnection, MoE, Target, settled
 from .weights import Weights
 
 
@@ -74,12 +74,11 @@ class Draft:
     def propose(self, anchor: mx.array, cache: DraftCache) -> Block:
         """anchor [1] int32, the token at `cache.position` -> a block of guesses after it."""
         ids, x = self.embed(anchor)
-        context = cache.read()
-        positions = mx.arange(cache.position, cache.position + ids.shape[0])
-        rotation = ops.rotation(positions, self.freqs)
-        for stage, rows in zip(self.stages, context, strict=True):
-            x = stage(x, rows, rotation)
-        z = self.collapse(x)
+        written, position = None, cache.position
+        turn = ops.rotation(position + mx.arange(ids.shape[0]), self.freqs)
+        for stage, ring in zip(self.stages, cache.rings, strict=True):
+            x, written = stage(x, written, ring, position, turn)
+        z = self.collapse(settled(x, written))
         u = ops.linear(ops.rms_norm(z, self.norm, self._eps), self.target.head)
         tokens, logits, e = ops.markov(u, anchor, self.markov_w1, self.markov_w2)
         confidence = ops.linear(mx.concatenate([z, e], axis=-1), self.confidence_proj)
@@ -122,12 +121,15 @@ class Stage:
         self.hc_ffn = HyperConnection(config, "ffn", weights)
         self.ffn = MoE(config, False, weights.at("ffn"))
 
-    def __call__(self, x, context, rotation):  # x [N, HC, D], context [S, Dh]
-        x = self.hc_attn(x, lambda y: self._attend(y, context, rotation))
-        return self.hc_ffn(x, lambda y: self.ffn(y, None))
+    def __call__(self, x, written, ring: Ring, position, turn):
+        """A block at `position`, whose context is in the ring; it leaves nothing there.
 
-    def _attend(self, y, context, rotation):  # y [N, D]
-        _, q = self.attn.queries(y, rotation)
-        raw = mx.concatenate([context, self.attn.keys(y, rotation)])
-        o = ops.attention(q, raw, self.attn.attn_sink, window=self.window, causal=False)
-        return self.attn.project(o, rotation)
+        x, written: as those of Target.sublayers.
+        """
+        x, y, *back = self.hc_attn(x, written)
+        qr, kv = ops.linears(y, [self.attn.wq_a, self.attn.wkv])
+        qr, rows, _ = self.attn.latents(qr, kv, turn, [], ring, position)
+        q = ops.linear(qr, self.attn.wq_b)
+        written = (self.attn.attend(q, rows, ring, turn, position, causal=False), *back)
+        x, y, *back = self.hc_ffn(x, written)
+        return x, (self.ffn(y, None), *back)

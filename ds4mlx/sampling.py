@@ -4,6 +4,8 @@ import secrets
 
 import mlx.core as mx
 
+from .ops import argmax
+
 
 class Sampler:
     """Draws tokens one after the other; a draw depends on the seed, its number and its logits.
@@ -23,7 +25,7 @@ class Sampler:
         N, first = logits.shape[0], self._drawn
         self._drawn += N
         if self.temp == 0:
-            return mx.argmax(logits, axis=-1).astype(mx.int32)
+            return argmax(logits)[0]
         return mx.concatenate([self._draw(logits[i : i + 1], first + i) for i in range(N)])
 
     def rewind(self, n: int):

@@ -1,10 +1,16 @@
 """The target: DeepSeek V4's forward pass, for one token, a block or a chunk of prefill."""
 
+from collections.abc import Callable, Iterator
+from functools import cache as memo
+from functools import partial
+from weakref import proxy
+
 import mlx.core as mx
 
 from . import ops
-from .cache import Cache, CompressorCache, LayerCache
+from .cache import Cache, LayerCache, Step
 from .config import TargetConfig
+from .rows import FEW
 from .weights import Weights
 
 
@@ -23,6 +29,8 @@ class Target:
         self.norm = weights["norm.weight"]
         self.head = weights["head.weight"]
         self.freqs = {r: config.rope_freqs(compressed=r) for r in (False, True)}
+        # Held weakly: a cycle would keep the weights until Python looks for cycles.
+        self._compiled = memo(partial(Target._compile, proxy(self)))
         weights.finish()
 
     def __call__(self, ids: mx.array, cache: Cache) -> tuple[mx.array, mx.array]:
@@ -31,19 +39,53 @@ class Target:
         taps [N, T * D]: the mean over the streams of each tap layer's output, which the draft
         reads. The cache advances by N. Both are float32.
         """
-        config = self.config
-        N = ids.shape[0]
-        positions = mx.arange(cache.position, cache.position + N)
-        rotations = {r: ops.rotation(positions, f) for r, f in self.freqs.items()}
-        e = ops.embed(ids, self.embed)
-        x = mx.repeat(e[:, None], config.hc_mult, axis=1)
-        taps = []
+        step = Step.of(self.config, cache.position, ids.shape[0])
+        if step.rows <= FEW and ops.compiles():
+            run = self._compiled(step.rows, tuple(step.closing.values()), step.selecting)
+            x, taps, *arrays = run(ids, mx.array(step.position), *cache.arrays())
+            cache.replace(arrays)
+        else:
+            x, taps = self.forward(ids, step, cache)
+        cache.advance(step.rows)
+        return x, taps
+
+    def forward(self, ids: mx.array, step: Step, cache: Cache) -> tuple[mx.array, mx.array]:
+        """As a call, but the cache's position stays."""
+        tapped, taps = self.config.dspark_target_layer_ids, []
+        for i, op, *streams in self.sublayers(ids, step, cache):
+            if op == "ffn" and i in tapped:
+                x = settled(*streams)
+                taps.append(ops.hc_collapse(x, mx.full(x.shape[:2], 1 / x.shape[1])))
+        return settled(*streams), mx.concatenate(taps, axis=-1)
+
+    def sublayers(self, ids, step: Step, cache: Cache) -> Iterator[tuple]:
+        """The forward pass: (layer, "attn" or "ffn", x, written) after each sublayer.
+
+        x [N, HC, D] are the streams before it, `written` is its output: see `settled`.
+        """
+        turns = Turns(step, self.freqs)
+        x = mx.repeat(ops.embed(ids, self.embed)[:, None], self.config.hc_mult, axis=1)
+        written = None
         for i, (layer, state) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            x = layer(x, ids, cache.position, state, rotations)
-            if i in config.dspark_target_layer_ids:
-                taps.append(ops.hc_collapse(x, mx.full(x.shape[:2], 1 / config.hc_mult)))
-        cache.advance(N)
-        return x, mx.concatenate(taps, axis=-1)
+            x, y, *back = layer.hc_attn(x, written)
+            written = (layer.attn(y, step, state, turns), *back)
+            yield i, "attn", x, written
+            x, y, *back = layer.hc_ffn(x, written)
+            written = (layer.ffn(y, ids), *back)
+            yield i, "ffn", x, written
+
+    def _compile(self, rows: int, closing: tuple[int, ...], selecting: bool) -> Callable:
+        """Such steps as one graph: ids, position, state -> streams, taps, state."""
+        windows = Step.of(self.config, 0, rows).closing
+        windows = dict(zip(windows, closing, strict=True))
+
+        def run(ids, position, *arrays):
+            cache = Cache(self.config, 1)
+            cache.replace(arrays)
+            x, taps = self.forward(ids, Step(position, rows, windows, selecting), cache)
+            return x, taps, *cache.arrays()
+
+        return mx.compile(run)
 
     def logits(self, x: mx.array) -> mx.array:
         """Streams [N, HC, D] -> float32 logits [N, V]."""
@@ -65,6 +107,24 @@ class Target:
         return ops.rms_norm(z, self.norm, self.config.rms_norm_eps)
 
 
+class Turns:
+    """The rotations of a step (model 6): of its rows, and of the windows that it closes."""
+
+    def __init__(self, step: Step, freqs: dict[bool, mx.array]):
+        positions = step.position + mx.arange(step.rows)
+        self.rows = {compressed: ops.rotation(positions, f) for compressed, f in freqs.items()}
+        self.windows = {
+            ratio: None if first is None else ops.rotation(first, freqs[True])
+            for ratio in step.closing
+            for first in (step.windows(ratio),)
+        }
+
+
+def settled(x: mx.array, written: tuple | None) -> mx.array:
+    """Streams [N, HC, D] with the newest sublayer's output written back."""
+    return ops.hc_expand(x, *written) if written else x
+
+
 class Layer:
     """Attention and experts, each behind a hyper-connection."""
 
@@ -74,13 +134,9 @@ class Layer:
         self.hc_ffn = HyperConnection(config, "ffn", weights)
         self.ffn = MoE(config, index < config.num_hash_layers, weights.at("ffn"))
 
-    def __call__(self, x, ids, position: int, cache: LayerCache, rotations: dict):  # [N, HC, D]
-        x = self.hc_attn(x, lambda y: self.attn(y, position, cache, rotations))
-        return self.hc_ffn(x, lambda y: self.ffn(y, ids))
-
 
 class HyperConnection:
-    """mHC around one sublayer: collapse the residual streams, run it, expand again (model 4)."""
+    """mHC around one sublayer: write the one before back, mix the streams (model 4)."""
 
     def __init__(self, config: TargetConfig, name: str, weights: Weights):
         self.config = config
@@ -89,19 +145,19 @@ class HyperConnection:
         self.base = weights[f"hc_{name}_base"]
         self.norm = weights[f"{name}_norm.weight"]
 
-    def __call__(self, x, sublayer):  # x [N, HC, D]
+    def __call__(self, x, written):  # as ops.hc_mix
         config = self.config
-        pre, post, comb = ops.hc_mix(
+        return ops.hc_mix(
             x,
+            written,
             self.fn,
             self.scale,
             self.base,
+            self.norm,
             iterations=config.hc_sinkhorn_iters,
             eps=config.hc_eps,
             norm_eps=config.rms_norm_eps,
         )
-        y = ops.rms_norm(ops.hc_collapse(x, pre), self.norm, config.rms_norm_eps)
-        return ops.hc_expand(x, sublayer(y), post, comb)
 
 
 class Attention:
@@ -114,137 +170,117 @@ class Attention:
         self.wkv, self.kv_norm = weights["wkv.weight"], weights["kv_norm.weight"]
         self.attn_sink = weights["attn_sink"]
         self.wo_a, self.wo_b = weights["wo_a.weight"], weights["wo_b.weight"]
-        self.compressor = self.indexer = None
+        self.compressors, self.indexer = [], None
         if ratio:
-            self.compressor = Compressor(config, ratio, weights.at("compressor"))
+            self.compressors.append(Compressor(weights.at("compressor"), config.round_kv))
         if ratio == 4:
-            self.indexer = Indexer(config, ratio, weights.at("indexer"))
+            self.indexer = Indexer(config, weights.at("indexer"))
+            self.compressors.append(Compressor(weights.at("indexer.compressor"), False))
 
-    def __call__(self, x, position: int, cache: LayerCache, rotations: dict):  # x [N, D]
-        config, N = self.config, x.shape[0]
-        rotation = rotations[bool(self.ratio)]
-        qr, q = self.queries(x, rotation)
-        kv = self.keys(x, rotation)
-        start = max(0, position - config.sliding_window + 1)
-        raw = kv
-        if start < position:
-            raw = mx.concatenate([cache.window.read(start, position), kv])
-        cache.window.write(position, kv)
+    def __call__(self, x, step: Step, cache: LayerCache, turns: Turns):  # x [N, D]
+        turn, indexer = turns.rows[bool(self.ratio)], self.indexer
+        queries = [self.wq_b]
+        inputs = [self.wq_a, self.wkv, *(w for c in self.compressors for w in (c.wkv, c.wgate))]
+        if indexer and step.selecting:
+            queries.append(indexer.wq_b)
+            inputs.append(indexer.weights_proj)
+        qr, kv, *products = ops.linears(x, inputs)
+        pools = [
+            ops.Pool(
+                *products[2 * i : 2 * i + 2],
+                c.ape,
+                c.norm,
+                turns.windows[self.ratio],
+                self.ratio,
+                c.rounded,
+            )
+            for i, c in enumerate(self.compressors)
+        ]
+        qr, rows, entries = self.latents(qr, kv, turn, pools, cache.ring, step.position)
+        if indexer and len(entries) > 1 and self.config.round_index:
+            entries[1] = ops.round_index(entries[1])
+        cache.write_entries(step, entries)
+        q, *index_q = ops.linears(qr, queries)
+        selected = None
+        if indexer and step.selecting:
+            selected = indexer(*index_q, products[-1], step, cache.entries[1], turn)
+        out = self.attend(q, rows, cache.ring, turn, step.position, cache.entries, selected)
+        cache.ring.write(step.position, rows)
+        return out
 
-        entries, ready, selected = None, (), None
-        if self.compressor:
-            self.compressor(x, position, cache.compressor)
-            ready = [(position + i + 1) // self.ratio for i in range(N)]
-            entries = cache.compressor.entries[: ready[-1]] if ready[-1] else None
-        if self.indexer:
-            selected = self.indexer(x, qr, position, cache.indexer, rotation, ready)
-        o = ops.attention(
+    def latents(self, q, kv, turns, pools, ring, position):
+        """As `ops.latents`: the products [N, Rq] and [N, Dh] -> qr, rows and entries."""
+        config = self.config
+        return ops.latents(
             q,
-            raw,
-            self.attn_sink,
-            window=config.sliding_window,
-            entries=entries,
-            ready=ready,
-            selected=selected,
+            kv,
+            self.q_norm,
+            self.kv_norm,
+            turns,
+            pools,
+            ring,
+            position,
+            rounded=config.round_kv,
+            eps=config.rms_norm_eps,
         )
-        return self.project(o, rotation)
 
-    def queries(self, x, rotation) -> tuple[mx.array, mx.array]:
-        """x [N, D] -> the low-rank query [N, Rq], which the indexer reads too, and q [N, H, Dh]."""
-        config, eps = self.config, self.config.rms_norm_eps
-        qr = ops.rms_norm(ops.linear(x, self.wq_a), self.q_norm, eps)
-        q = ops.linear(qr, self.wq_b).reshape(-1, config.num_attention_heads, config.head_dim)
-        return qr, ops.rope(ops.rms_norm(q, None, eps), rotation)
+    def attend(self, q, rows, ring, turn, position, entries=(), selected=None, causal=True):
+        """The products q [N, H * Dh] of the queries, and `ops.attention`'s rows -> [N, D]."""
+        config, N = self.config, q.shape[0]
+        o = ops.attention(
+            q.reshape(N, config.num_attention_heads, config.head_dim),
+            rows,
+            ring,
+            self.attn_sink,
+            turn,
+            position,
+            window=config.sliding_window,
+            eps=config.rms_norm_eps,
+            entries=entries[0] if entries else None,
+            ratio=self.ratio,
+            selected=selected,
+            causal=causal,
+        )
+        groups = o.reshape(N, config.o_groups, -1)
+        return ops.linear(ops.grouped_linear(groups, self.wo_a), self.wo_b)
 
-    def keys(self, x, rotation) -> mx.array:
+    def keys(self, x, turn) -> mx.array:
         """x [N, D] -> the rows [N, Dh] that are keys and values of all heads."""
         config = self.config
         kv = ops.rms_norm(ops.linear(x, self.wkv), self.kv_norm, config.rms_norm_eps)
-        kv = ops.rope(kv, rotation)
+        kv = ops.rope(kv, turn)
         return ops.round_kv(kv, config.qk_rope_head_dim) if config.round_kv else kv
-
-    def project(self, o, rotation) -> mx.array:
-        """The heads' outputs o [N, H, Dh] -> [N, D]."""
-        o = ops.rope(o, rotation, inverse=True)  # values carried the keys' rotation
-        groups = o.reshape(o.shape[0], self.config.o_groups, -1)
-        return ops.linear(ops.grouped_linear(groups, self.wo_a), self.wo_b)
 
 
 class Compressor:
-    """Pools each window of `ratio` tokens into one entry (model 7); ratio 4 overlaps."""
+    """What pools each window of tokens into one entry (model 7); see `ops.latents`."""
 
-    def __init__(self, config: TargetConfig, ratio: int, weights: Weights, index: bool = False):
-        self.config, self.ratio, self.index = config, ratio, index
+    def __init__(self, weights: Weights, rounded: bool):
         self.wkv, self.wgate = weights["wkv.weight"], weights["wgate.weight"]
-        self.ape = weights["ape"]
-        self.norm = weights["norm.weight"]
-        self.freqs = config.rope_freqs(compressed=True)
-
-    def __call__(self, x, position: int, cache: CompressorCache):  # x [N, D]
-        """Remember the rows of `x`, and write the entries of the windows that they close."""
-        r, N = self.ratio, x.shape[0]
-        c = ops.linear(x, self.wkv)
-        s = ops.linear(x, self.wgate) + ops.embed((position + mx.arange(N)) % r, self.ape)
-        first, last = position // r, (position + N) // r  # windows that close here
-        if first < last:
-            start = max(0, first - (r == 4)) * r
-            all_c, all_s = c, s
-            if start < position:
-                all_c = mx.concatenate([cache.c.read(start, position), c])
-                all_s = mx.concatenate([cache.s.read(start, position), s])
-            stop = last * r - start
-            entries = self._entries(all_c[:stop], all_s[:stop], first, last)
-            cache.write_entries(first, entries)
-        cache.c.write(position, c)
-        cache.s.write(position, s)
-
-    def _entries(self, c, s, first: int, last: int):
-        config, r, n = self.config, self.ratio, last - first
-        if r == 4:
-            c, s = _overlap(c, 0.0, first, n), _overlap(s, -mx.inf, first, n)
-        else:
-            c, s = c.reshape(n, r, -1), s.reshape(n, r, -1)
-        entries = ops.rms_norm(ops.pool(c, s), self.norm, config.rms_norm_eps)
-        # An entry rotates at the first token of its window.
-        entries = ops.rope(entries, ops.rotation(mx.arange(first, last) * r, self.freqs))
-        if self.index:
-            return ops.round_index(entries) if config.round_index else entries
-        return ops.round_kv(entries, config.qk_rope_head_dim) if config.round_kv else entries
-
-
-def _overlap(rows: mx.array, missing: float, first: int, n: int) -> mx.array:
-    """Candidates of n windows of 4: `a` halves of the window before, `b` halves of its own.
-
-    rows [4 (n + 1), 2 D] from the window before `first` on (it is missing when first = 0)
-    -> [n, 8, D].
-    """
-    D = rows.shape[-1] // 2
-    if first == 0:
-        rows = mx.concatenate([mx.full((4, 2 * D), missing), rows])
-    windows = rows.reshape(n + 1, 4, 2 * D)
-    return mx.concatenate([windows[:-1, :, :D], windows[1:, :, D:]], axis=1)
+        self.ape, self.norm = weights["ape"], weights["norm.weight"]
+        self.rounded = rounded
 
 
 class Indexer:
     """Chooses the entries that each query of a CSA layer reads (model 8)."""
 
-    def __init__(self, config: TargetConfig, ratio: int, weights: Weights):
+    def __init__(self, config: TargetConfig, weights: Weights):
         self.config = config
         self.wq_b, self.weights_proj = weights["wq_b.weight"], weights["weights_proj.weight"]
-        self.compressor = Compressor(config, ratio, weights.at("compressor"), index=True)
 
-    def __call__(self, x, qr, position: int, cache: CompressorCache, rotation, ready):
-        """x [N, D], qr [N, Rq] -> what `ops.index_select` gives; None: all are read."""
-        config = self.config
-        self.compressor(x, position, cache)
-        if ready[-1] <= config.index_topk:
-            return None
-        H, d = config.index_n_heads, config.index_head_dim
-        q = ops.rope(ops.linear(qr, self.wq_b).reshape(-1, H, d), rotation)
-        if config.round_index:
-            q = ops.round_index(q)
-        w = ops.linear(x, self.weights_proj) * (d**-0.5 * H**-0.5)
-        return ops.index_select(q, w, cache.entries[: ready[-1]], ready, config.index_topk)
+    def __call__(self, q, w, step: Step, keys: mx.array, turn):
+        """The products q [N, Hi * Di] and w [N, Hi] -> what `ops.index_select` gives."""
+        config, k = self.config, self.config.index_topk
+        q = q.reshape(-1, config.index_n_heads, config.index_head_dim)
+        # Of the published scale d^-1/2 H^-1/2 no choice depends.
+        if step.rows > FEW:
+            q = ops.rope(q, turn)
+            q = ops.round_index(q) if config.round_index else q
+            ready = [(step.position + i + 1) // 4 for i in range(step.rows)]
+            return ops.index_select(q, w, keys[: ready[-1]], ready, k)
+        ready = (step.position + 1 + mx.arange(step.rows)) // 4
+        scores = ops.index_scores(q, turn, w, keys, ready, rounded=config.round_index)
+        return ops.index_best(scores, ready, k)
 
 
 class MoE:
@@ -268,6 +304,5 @@ class MoE:
             bias=self.bias,
             chosen=None if self.tid2eid is None else self.tid2eid[ids],
         )
-        limit = config.swiglu_limit
-        routed = ops.experts(x, chosen, weights, self.w1, self.w3, self.w2, limit)
-        return routed + ops.mlp(x, *self.shared, limit)
+        matrices = (self.w1, self.w3, self.w2, config.swiglu_limit, self.shared)
+        return ops.experts(x, chosen, weights, *matrices)

@@ -1,103 +1,129 @@
 // Attention with a sink over a list of keys, which are also the values,
 //   out[n, h] = sum_k p_k key_k / sum_k p_k,
 //   p_k = exp(q[n, h] . key_k / sqrt(DH)),
-// where the sink of the head adds its exp to the denominator alone.
+// where the sink of the head adds its exp to the denominator alone. q is
+// normalised to mean(q^2) = 1 and its last R channels are rotated; those of
+// the result are rotated back.
 //
-// The keys of query n are a stretch of `raw`, then the first entries or those
-// listed in `ids`. Tiles of 32 keys form at most 32 splits; which keys a split
-// holds depends on the length of the query's own list. One simdgroup owns HEADS
-// heads of a split, a lane a 32nd of the channels: it scores a tile (lane k
-// keeps the score of key k), then adds the weighted keys. All float. Sums run
-// over a lane's channels, then the simdgroup; over keys upwards, then splits.
-constant constexpr uint TILE = 32;
-constant constexpr uint MAX_SPLITS = 32;  // a lane each in the merge
+// The keys of query n are the rows of the last WINDOW positions, from the ring
+// or the block, then the first entries or those selected for it. Tiles of 32
+// keys form at most 32 splits; which keys a split holds depends on the length
+// of the query's own list. One simdgroup owns HEADS heads of a split, a lane a
+// 32nd of the channels: it scores a tile (lane k keeps the score of key k),
+// then adds the weighted keys. All float. Sums run over a lane's channels, then
+// the simdgroup; over keys upwards, then splits.
+constant constexpr int TILE = 32;
+constant constexpr int SPLITS = 32;  // a lane each in the merge
 
-// Where query n finds its keys, as ops/attention.py writes it.
 struct attention_keys {
-  int first;    // its first row of raw
-  int window;   // how many of raw
+  int first;    // position of the first row
+  int window;   // how many rows
   int entries;  // how many entries
-  int ids;      // where its ids start; -1: it takes the first entries
-  int part;     // its first split among those of the block
+  bool listed;  // they are those of `ids`
 };
 
-template <typename R>
-METAL_FUNC attention_keys attention_row(R rows, uint n) {
-  rows += 5 * n;
-  return {rows[0], rows[1], rows[2], rows[3], rows[4]};
+// What query n sees. Without CAUSAL all of a block see each other, and the
+// WINDOW positions before it. TOPK 0: nothing is selected.
+template <int WINDOW, int RATIO, int TOPK, bool CAUSAL>
+METAL_FUNC attention_keys attention_list(int position, int n, int N) {
+  int end = position + (CAUSAL ? n + 1 : N);
+  int first = max(0, CAUSAL ? end - WINDOW : position - WINDOW);
+  int ready = RATIO ? (position + n + 1) / max(RATIO, 1) : 0;
+  bool listed = TOPK && ready > TOPK;
+  return {first, end - first, listed ? TOPK : ready, listed};
 }
 
-METAL_FUNC uint attention_split_size(uint keys) {
-  uint tiles = (keys + TILE - 1) / TILE;
-  return (tiles + MAX_SPLITS - 1) / MAX_SPLITS * TILE;
+METAL_FUNC int attention_split_size(attention_keys list) {
+  int tiles = (list.window + list.entries + TILE - 1) / TILE;
+  return (tiles + SPLITS - 1) / SPLITS * TILE;
 }
+
+struct attention_rows {
+  const device float* rows;     // [N, STRIDE] of the block
+  const device float* ring;     // [CAP, STRIDE] of the positions before it
+  const device float* entries;  // [C, DH]
+  int CAP;
+  int STRIDE;
+  int position;
+};
 
 template <typename I>
 METAL_FUNC const device float* attention_key(
-    attention_keys list,
-    const device float* raw,
-    const device float* entries,
-    I ids,
-    uint k,
-    int DH) {
-  if (int(k) < list.window) {
-    return raw + (list.first + k) * DH;
+    attention_keys list, attention_rows from, I ids, int k, int DH) {
+  if (k < list.window) {
+    int t = list.first + k;
+    return t < from.position ? from.ring + t % from.CAP * from.STRIDE
+                             : from.rows + (t - from.position) * from.STRIDE;
   }
   k -= list.window;
-  return entries + (list.ids < 0 ? k : ids[list.ids + k]) * DH;
+  return from.entries + ulong(list.listed ? int(ids[k]) : k) * DH;
 }
 
-// Grid (simdgroups of HEADS heads, SPLITS): all splits of the block's queries.
-template <int DH, int HEADS, typename R, typename I>
+// Rotate pairs by the cosines and sines from `turn` on, back if INVERSE.
+template <bool INVERSE, typename T>
+METAL_FUNC float4 attention_turn(float4 v, T turn) {
+  float2 sines = float2(turn[1], turn[3]);
+  sines = INVERSE ? -sines : sines;
+  return v * float4(turn[0], turn[0], turn[2], turn[2]) +
+         float4(-v.y, v.x, -v.w, v.z) * float4(sines.xx, sines.yy);
+}
+
+// Grid (simdgroups of HEADS heads, SPLITS, N).
+template <int DH, int R, int HEADS, typename T, typename I>
 METAL_FUNC void attention_part(
-    const device float* q,        // [N, H, DH]
-    const device float* raw,      // [S, DH]
-    const device float* entries,  // [C, DH]
-    I ids,                        // entries that queries selected
-    R rows,                       // attention_keys [N]
-    device float* part,           // [SPLITS, H, DH], relative to its top
-    device float* stat,           // [SPLITS, H, 2]: top score, sum of exp
-    int N,
+    const device float* q,  // [N, H, DH]
+    T turns,                // [N, R / 2] pairs: cosine, sine
+    attention_rows from,
+    I ids,               // [N, TOPK]
+    device float* part,  // [N, SPLITS, H, DH], relative to its top
+    device float* stat,  // [N, SPLITS, H, 2]: top score, sum of exp
+    attention_keys list,
+    float eps,
     int H,
+    int n,
     int split,
     uint sg,
     uint lane) {
   int head = sg * HEADS;
-  if (head >= H) {
+  int size = attention_split_size(list);
+  int first = split * size;
+  int last = min(list.window + list.entries, first + size);
+  if (head >= H || first >= last) {
     return;
   }
-  int n = 0;
-  while (n + 1 < N && attention_row(rows, n + 1).part <= split) {
-    n++;
-  }
-  attention_keys list = attention_row(rows, n);
-  uint keys = list.window + list.entries;
-  uint size = attention_split_size(keys);
-  uint first = (split - list.part) * size;
-  uint last = min(keys, first + size);
-
   constexpr int J = DH / 128;
   float4 query[HEADS][J], sum[HEADS][J];
   float top[HEADS], total[HEADS];
   for (int h = 0; h < HEADS; h++) {
     int own = n * H + min(head + h, H - 1);
-    const device float4* from = (const device float4*)(q + own * DH);
+    const device float4* row = (const device float4*)(q + own * DH);
+    float squares = 0;
     for (int j = 0; j < J; j++) {
-      query[h][j] = from[32 * j + lane] * rsqrt(float(DH));
+      query[h][j] = row[32 * j + lane];
+      squares += dot(query[h][j], query[h][j]);
       sum[h][j] = 0;
+    }
+    float scale = rsqrt(simd_sum(squares) / DH + eps);
+    for (int j = 0; j < J; j++) {
+      int r = 4 * (32 * j + int(lane)) - (DH - R);
+      query[h][j] *= scale;
+      if (r >= 0) {
+        query[h][j] = attention_turn<false>(query[h][j], turns + n * R + r);
+      }
+      query[h][j] *= rsqrt(float(DH));
     }
     top[h] = -INFINITY;
     total[h] = 0;
   }
 
-  for (uint tile = first; tile < last; tile += TILE) {
+  for (int tile = first; tile < last; tile += TILE) {
     vec<float, HEADS> weight = 0;
-    for (uint t = tile; t < last && t < tile + TILE; t += 4) {
+    for (int t = tile; t < last && t < tile + TILE; t += 4) {
       float4 scores[HEADS];
-      for (uint u = 0; u < 4; u++) {
+      for (int u = 0; u < 4; u++) {
         // Past the end the last key stands in, with weight 0.
         const device float4* key = (const device float4*)attention_key(
-            list, raw, entries, ids, min(t + u, last - 1), DH);
+            list, from, ids, min(t + u, last - 1), DH);
         float score[HEADS] = {};
         for (int j = 0; j < J; j++) {
           float4 channels = key[32 * j + lane];
@@ -111,13 +137,13 @@ METAL_FUNC void attention_part(
       }
       for (int h = 0; h < HEADS; h++) {
         scores[h] = simd_sum(scores[h]);
-        for (uint u = 0; u < 4; u++) {
-          weight[h] = tile + lane == t + u ? scores[h][u] : weight[h];
+        for (int u = 0; u < 4; u++) {
+          weight[h] = tile + int(lane) == t + u ? scores[h][u] : weight[h];
         }
       }
     }
     for (int h = 0; h < HEADS; h++) {
-      float score = tile + lane < last ? weight[h] : -INFINITY;
+      float score = tile + int(lane) < last ? weight[h] : -INFINITY;
       float before = top[h];
       top[h] = max(before, simd_max(score));
       weight[h] = exp(score - top[h]);
@@ -127,10 +153,10 @@ METAL_FUNC void attention_part(
         sum[h][j] *= fade;
       }
     }
-    for (uint t = tile; t < last && t < tile + TILE; t += 4) {
-      for (uint u = 0; u < 4; u++) {
+    for (int t = tile; t < last && t < tile + TILE; t += 4) {
+      for (int u = 0; u < 4; u++) {
         const device float4* key = (const device float4*)attention_key(
-            list, raw, entries, ids, min(t + u, last - 1), DH);
+            list, from, ids, min(t + u, last - 1), DH);
         vec<float, HEADS> share = simd_broadcast(weight, t + u - tile);
         for (int j = 0; j < J; j++) {
           float4 channels = key[32 * j + lane];
@@ -143,7 +169,7 @@ METAL_FUNC void attention_part(
   }
 
   for (int h = 0; h < HEADS && head + h < H; h++) {
-    uint own = split * H + head + h;
+    int own = (n * SPLITS + split) * H + head + h;
     device float4* to = (device float4*)(part + own * DH);
     for (int j = 0; j < J; j++) {
       to[32 * j + lane] = sum[h][j];
@@ -157,21 +183,20 @@ METAL_FUNC void attention_part(
 
 // Grid (DH / 4, H, N): one thread owns four channels of a head and adds the
 // query's splits upwards; lane s of every simdgroup weighs split s.
-template <int DH, typename T, typename R, typename S>
+template <int DH, int R, typename T, typename S>
 METAL_FUNC void attention_merge(
     const device float* part,
-    T stat,
-    R rows,
+    const device float* stat,
+    T turns,
     S sink,             // [H]
     device float* out,  // [N, H, DH]
-    uint H,
+    attention_keys list,
+    int H,
     uint3 pos,
     uint lane) {
-  attention_keys list = attention_row(rows, pos.z);
-  uint keys = list.window + list.entries;
-  uint size = attention_split_size(keys);
-  uint splits = (keys + size - 1) / size;
-  uint own = list.part * H + pos.y;
+  int size = attention_split_size(list);
+  uint splits = (list.window + list.entries + size - 1) / size;
+  uint own = pos.z * SPLITS * H + pos.y;
   float top = -INFINITY;
   float total = 0;
   if (lane < splits) {
@@ -186,5 +211,10 @@ METAL_FUNC void attention_merge(
   for (uint s = 0; s < splits; s++) {
     sum += simd_broadcast(weight, s) * from[s * H * (DH / 4) + pos.x];
   }
-  ((device float4*)(out + (pos.z * H + pos.y) * DH))[pos.x] = sum / total;
+  sum /= total;
+  int r = 4 * int(pos.x) - (DH - R);
+  if (r >= 0) {
+    sum = attention_turn<true>(sum, turns + pos.z * R + r);
+  }
+  ((device float4*)(out + (pos.z * H + pos.y) * DH))[pos.x] = sum;
 }

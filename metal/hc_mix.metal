@@ -1,97 +1,77 @@
-// Hyper-connection coefficients of a token's streams x, flattened to K
-// channels: m = (fn x) / sqrt(mean(x^2) + eps) * scale + base, M = (2 + HC) HC
-// values, then pre = sigmoid + hc_eps, post = 2 sigmoid, comb = Sinkhorn of a
-// softmax.
+// Hyper-connections between two sublayers: the streams x receive the output y
+// of the one before, and their mixture is what the next one reads,
+//   x[k] = post[k] * y + sum_j comb[j, k] * x[j]      (WRITTEN, as hc_expand),
+//   m = (fn x) / sqrt(mean(x^2) + norm_eps) * scale + base over all K = HC * D,
+//   pre = sigmoid + hc_eps, post = 2 sigmoid, comb = Sinkhorn of a softmax,
+//   y = norm * z / sqrt(mean(z^2) + norm_eps), z = sum_j pre[j] * x[j].
 //
 // Two launches, all float. In the first a threadgroup owns a chunk of 256
-// channels for all tokens: a simdgroup reads a row of fn once and multiplies it
-// with each token, summing over a lane's channels, then the simdgroup. In the
-// second a threadgroup owns a token and adds its chunks.
+// channels for all tokens: a thread writes its channel, then a simdgroup reads
+// a row of fn once and multiplies it with each token. In the second a
+// threadgroup owns a token. Sums run over a lane's channels, then the
+// simdgroup, then simdgroups or chunks; over j upwards.
 constant constexpr uint CHUNK = 256;
 
-// Grid (32 * simdgroups, ceil(K / CHUNK)).
-template <typename T>
+// Grid (256, ceil(K / CHUNK)).
+template <bool WRITTEN, int HC, typename T, typename P, typename C>
 METAL_FUNC void hc_mix_part(
-    const device float* x,  // [N, K]
-    const device T* fn,     // [M, K]
-    device float* part,     // [N, CHUNKS, M + 1], the last: sum of x^2
+    const device float* from,  // [N, HC, D]
+    const device float* y,     // [N, D]; if not WRITTEN anything
+    P post,                    // [N, HC]
+    C comb,                    // [N, HC, HC]
+    const device T* fn,        // [M, K]
+    device float* x,           // [N, HC, D]
+    device float* part,        // [N, CHUNKS, M + 1], the last: sum of x^2
+    threadgroup float* chunk,  // [8, CHUNK]
     uint N,
     uint M,
-    uint K,
-    uint2 group,  // simdgroups, chunks: how many
-    uint2 pos,    // which
+    uint D,
+    uint2 group,  // which chunk of how many
+    uint sg,
     uint lane) {
-  uint start = pos.y * CHUNK + lane;
-  for (uint m = pos.x; m <= M; m += group.x) {
+  uint K = HC * D;
+  uint start = group.x * CHUNK;
+  uint own = start + 32 * sg + lane;
+  for (uint n = 0; n < N; n++) {
+    float channel = own < K ? from[n * K + own] : 0;
+    if (WRITTEN && own < K) {
+      uint k = own / D;
+      uint d = own % D;
+      channel = 0;
+      for (uint j = 0; j < HC; j++) {
+        channel += comb[(n * HC + j) * HC + k] * from[n * K + j * D + d];
+      }
+      channel += post[n * HC + k] * y[n * D + d];
+    }
+    if (own < K) {
+      x[n * K + own] = channel;
+    }
+    chunk[n * CHUNK + 32 * sg + lane] = channel;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint m = sg; m <= M; m += CHUNK / 32) {
     float weight[CHUNK / 32] = {};
     for (uint i = 0; m < M && i < CHUNK / 32; i++) {
-      uint k = start + 32 * i;
+      uint k = start + 32 * i + lane;
       weight[i] = k < K ? float(fn[m * K + k]) : 0;
     }
     for (uint n = 0; n < N; n++) {
       float sum = 0;
       for (uint i = 0; i < CHUNK / 32; i++) {
-        uint k = start + 32 * i;
-        if (k < K) {
-          float channel = x[n * K + k];
-          sum += (m < M ? weight[i] : channel) * channel;
-        }
+        float channel = chunk[n * CHUNK + 32 * i + lane];
+        sum += (m < M ? weight[i] : channel) * channel;
       }
       sum = simd_sum(sum);
       if (lane == 0) {
-        part[(n * group.y + pos.y) * (M + 1) + m] = sum;
+        part[(n * group.y + group.x) * (M + 1) + m] = sum;
       }
     }
   }
 }
 
-// Grid (256, N). Lane m of simdgroup s adds chunks s, s + 8, ... of value m;
-// the first simdgroup adds the eight sums upwards and holds comb[j, k] in lane
-// j * HC + k; HC is 2 or 4. Lanes past the values repeat others'.
-template <int HC, int ITERATIONS, typename S, typename B>
-METAL_FUNC void hc_mix_finish(
-    const device float* part,
-    S scale,                  // [3]
-    B base,                   // [M]
-    device float* pre,        // [N, HC]
-    device float* post,       // [N, HC]
-    device float* comb,       // [N, HC, HC]
-    threadgroup float* sums,  // [8, 32]
-    float hc_eps,
-    float norm_eps,
-    uint K,
-    uint CHUNKS,
-    uint n,
-    uint sg,
-    uint lane) {
-  constexpr uint M = (2 + HC) * HC;
-  uint value = min(lane, M);
-  float sum = 0;
-  for (uint c = sg; c < CHUNKS; c += 8) {
-    sum += part[(n * CHUNKS + c) * (M + 1) + value];
-  }
-  sums[32 * sg + lane] = sum;
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (sg > 0) {
-    return;
-  }
-  for (uint s = 1; s < 8; s++) {
-    sum += sums[32 * s + lane];
-  }
-  float norm = rsqrt(simd_shuffle(sum, M) / K + norm_eps);
-
-  uint gate = lane % (2 * HC);
-  float m = simd_shuffle(sum, gate) * norm * scale[gate / HC] + base[gate];
-  float sigmoid = 1 / (1 + exp(-m));
-  if (lane < HC) {
-    pre[n * HC + lane] = sigmoid + hc_eps;
-  } else if (lane < 2 * HC) {
-    post[n * HC + lane - HC] = 2 * sigmoid;
-  }
-
-  uint entry = lane % (HC * HC);
-  float a = simd_shuffle(sum, 2 * HC + entry) * norm * scale[2] +
-            base[2 * HC + entry];
+// Divisions of comb[j, k], held in lane j * HC + k, by rows and columns.
+template <int HC, int ITERATIONS>
+METAL_FUNC float hc_mix_sinkhorn(float a, float hc_eps) {
   float top = a;
   for (ushort k = 1; k < HC; k *= 2) {
     top = max(top, simd_shuffle_xor(top, k));
@@ -110,7 +90,89 @@ METAL_FUNC void hc_mix_finish(
     }
     a /= column + hc_eps;
   }
-  if (lane < HC * HC) {
-    comb[n * HC * HC + lane] = a;
+  return a;
+}
+
+// Grid (32 * SIMDGROUPS, N). Lane m of a simdgroup adds every SIMDGROUPS-th
+// chunk of value m; the first simdgroup makes the coefficients; HC is 2 or 4
+// and lanes past the values repeat others'. Then a thread owns every
+// 32 * SIMDGROUPS-th channel.
+template <
+    int HC,
+    int ITERATIONS,
+    int SIMDGROUPS,
+    typename S,
+    typename B,
+    typename W>
+METAL_FUNC void hc_mix_finish(
+    const device float* x,  // [N, HC, D]
+    const device float* part,
+    S scale,                     // [3]
+    B base,                      // [M]
+    W norm,                      // [D]
+    device float* y,             // [N, D]
+    device float* post,          // [N, HC]
+    device float* comb,          // [N, HC, HC]
+    threadgroup float* sums,     // [SIMDGROUPS, 32]
+    threadgroup float* weights,  // [HC], pre
+    float hc_eps,
+    float norm_eps,
+    uint D,
+    uint CHUNKS,
+    uint n,
+    uint sg,
+    uint lane) {
+  constexpr uint M = (2 + HC) * HC;
+  uint value = min(lane, M);
+  float sum = 0;
+  for (uint c = sg; c < CHUNKS; c += SIMDGROUPS) {
+    sum += part[(n * CHUNKS + c) * (M + 1) + value];
+  }
+  sums[32 * sg + lane] = sum;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (sg == 0) {
+    for (uint s = 1; s < SIMDGROUPS; s++) {
+      sum += sums[32 * s + lane];
+    }
+    float scaled = rsqrt(simd_shuffle(sum, M) / (HC * D) + norm_eps);
+    uint gate = lane % (2 * HC);
+    float m = simd_shuffle(sum, gate) * scaled * scale[gate / HC] + base[gate];
+    float sigmoid = 1 / (1 + exp(-m));
+    if (lane < HC) {
+      weights[lane] = sigmoid + hc_eps;
+    } else if (lane < 2 * HC) {
+      post[n * HC + lane - HC] = 2 * sigmoid;
+    }
+    uint entry = lane % (HC * HC);
+    float a = simd_shuffle(sum, 2 * HC + entry) * scaled * scale[2] +
+              base[2 * HC + entry];
+    a = hc_mix_sinkhorn<HC, ITERATIONS>(a, hc_eps);
+    if (lane < HC * HC) {
+      comb[n * HC * HC + lane] = a;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  float squares = 0;
+  for (uint d = 32 * sg + lane; d < D; d += 32 * SIMDGROUPS) {
+    float z = 0;
+    for (uint j = 0; j < HC; j++) {
+      z += weights[j] * x[(n * HC + j) * D + d];
+    }
+    y[n * D + d] = z;  // read again by this thread alone
+    squares += z * z;
+  }
+  squares = simd_sum(squares);
+  if (lane == 0) {
+    sums[sg] = squares;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  squares = 0;
+  for (uint s = 0; s < SIMDGROUPS; s++) {
+    squares += sums[s];
+  }
+  float scaled = rsqrt(squares / D + norm_eps);
+  for (uint d = 32 * sg + lane; d < D; d += 32 * SIMDGROUPS) {
+    y[n * D + d] *= scaled * norm[d];
   }
 }

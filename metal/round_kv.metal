@@ -13,6 +13,15 @@ METAL_FUNC float round_e4m3(float x) {
   return as_type<float>(bits & 0xfff00000);
 }
 
+// A block of 64 channels, two in a lane.
+METAL_FUNC float2 round_block(float2 value) {
+  float largest = simd_max(max(fabs(value.x), fabs(value.y)));
+  uint bits = as_type<uint>(max(largest, 1e-4f) * (1.0f / 448));
+  float scale = as_type<float>((bits + 0x7fffff) >> 23 << 23);
+  value = clamp(value / scale, -448.0f, 448.0f);
+  return float2(round_e4m3(value.x), round_e4m3(value.y)) * scale;
+}
+
 METAL_FUNC void round_kv(
     const device float* x,  // [N, DH]
     device float* out,      // [N, DH]
@@ -29,10 +38,7 @@ METAL_FUNC void round_kv(
     return;
   }
   float2 value = float2(x[n * DH + first], x[n * DH + first + 32]);
-  float largest = simd_max(max(fabs(value.x), fabs(value.y)));
-  uint bits = as_type<uint>(max(largest, 1e-4f) * (1.0f / 448));
-  float scale = as_type<float>((bits + 0x7fffff) >> 23 << 23);
-  value = clamp(value / scale, -448.0f, 448.0f);
-  out[n * DH + first] = round_e4m3(value.x) * scale;
-  out[n * DH + first + 32] = round_e4m3(value.y) * scale;
+  value = round_block(value);
+  out[n * DH + first] = value.x;
+  out[n * DH + first + 32] = value.y;
 }

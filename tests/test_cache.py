@@ -41,5 +41,5 @@ def test_every_array_of_the_state_is_listed_and_counted():
     config = target("s1_w16_r8").config
     cache = Cache(config, 40)
     ratios = np.array(config.compress_ratios)
-    assert len(cache.arrays()) == len(ratios) + 3 * (ratios > 0).sum() + 3 * (ratios == 4).sum()
+    assert len(cache.arrays()) == len(ratios) + (ratios > 0).sum() + (ratios == 4).sum()
     assert cache.nbytes == sum(a.nbytes for a in cache.arrays())

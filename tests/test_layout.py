@@ -116,7 +116,9 @@ def text_files() -> list[Path]:
     found = []
     for folder, folders, files in os.walk(ROOT):
         folders[:] = [f for f in folders if f not in left_out and not f.endswith(".egg-info")]
-        found += [Path(folder, f) for f in files if Path(f).suffix not in binary]
+        found += [
+            Path(folder, f) for f in files if f not in left_out and Path(f).suffix not in binary
+        ]
     return found
 
 

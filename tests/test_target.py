@@ -1,5 +1,6 @@
 """The target against an independent reference, and against itself in other portions."""
 
+import sys
 from functools import cache
 from unittest.mock import patch
 
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 
 from ds4mlx import ops
-from ds4mlx.cache import Cache, CompressorCache
-from ds4mlx.target import Attention, Indexer, Layer, MoE
+from ds4mlx.cache import Cache, Ring, Step
+from ds4mlx.target import Attention, Indexer, MoE, settled
 from tests.close import assert_close, assert_same
 from tests.golden_data import CASES, description, folder, op_vectors, target, vectors
 
@@ -90,12 +91,11 @@ class Recorder:
         v = vectors(case)
         ids = v["ids"][0]
         with (
-            self.spy(Layer, "__call__", "layer"),
             self.spy(Attention, "__call__", "attn"),
             self.spy(MoE, "__call__", "ffn"),
-            self.spy(ops, "hc_mix", "hc"),
+            self.spy(sys.modules["ds4mlx.ops.hc_mix"], "coefficients", "hc"),
             self.spy(ops, "route", "route"),
-            self.spy(ops, "attention", "attention"),
+            self.spy(sys.modules["ds4mlx.ops.attention"], "attend", "attention"),
         ):
             self.cache = Cache(model.config, len(ids))
             x, taps = model(ids, self.cache)
@@ -130,9 +130,8 @@ def test_intermediate_tensors_match_the_reference(case):
         q, raw = seen["attention"][i][0][:2]
         at[f"int.{i}.q"], at[f"int.{i}.kv"] = q[probe[-3:]], raw[probe]
         state = record.cache.layers[i]
-        for name, part in (("centries", state.compressor), ("idx_keys", state.indexer)):
-            if part is not None:
-                at[f"int.{i}.{name}"] = part.entries
+        for name, entries in zip(("centries", "idx_keys"), state.entries, strict=False):
+            at[f"int.{i}.{name}"] = entries
     elsewhere = ("route_ix", "route_w", "idx_score", "idx_sel")  # other tests look at these
     for name in (n for n in v if n.startswith("int.") and not n.endswith(elsewhere)):
         assert_close(at[name][: v[name].shape[0]], v[name], atol=ATOL)
@@ -144,9 +143,14 @@ def test_intermediate_tensors_match_the_reference(case):
 @cases
 def test_streams_after_every_layer_match_the_reference(case):
     model, v = target(case), vectors(case)
-    seen = Recorder(model, case).seen["layer"]
-    for i in range(model.config.num_hidden_layers):
-        assert_close(seen[i][1][0][v["probe"]], v[f"hidden.{i}"][0], atol=ATOL)
+    ids = v["ids"][0]
+    step, cache = Step.of(model.config, 0, len(ids)), Cache(model.config, len(ids))
+    layers = 0
+    for i, op, *streams in model.sublayers(ids, step, cache):
+        if op == "ffn":
+            assert_close(settled(*streams)[v["probe"]], v[f"hidden.{i}"][0], atol=ATOL)
+            layers += 1
+    assert layers == model.config.num_hidden_layers
 
 
 @cases
@@ -172,8 +176,9 @@ def test_indexer_selections_match_the_reference(case):
     calls = []
     original = Indexer.__call__
 
-    def wrapped(self, x, qr, position, cache, rotation, ready):
-        calls.append((original(self, x, qr, position, cache, rotation, ready), ready))
+    def wrapped(self, q, w, step, keys, turn):
+        ready = [(i + 1) // 4 for i in range(step.rows)]
+        calls.append((original(self, q, w, step, keys, turn), ready))
         return calls[-1][0]
 
     with patch.object(Indexer, "__call__", wrapped):
@@ -261,26 +266,41 @@ def test_decoding_after_a_rewind_equals_decoding_that_never_saw_the_rejected_bit
     assert_same(mx.stack(rows), alone)
 
 
-def test_the_compressor_matches_golden_pools():
-    """kv and gate arrive through identity matrices, as the module would compute them."""
+def test_pooled_entries_match_golden_pools():
     v = op_vectors()
     for ratio in (4, 8, 128):
         kv, gate, ape, norm, want = (
             v[f"pool{ratio}.{n}"] for n in ("kv", "gate", "ape", "norm", "entries")
         )
-        model = target("s1_w16_r8")
-        compressor = model.layers[2].attn.compressor
-        width = kv.shape[1]
-        eye = mx.eye(width)
-        compressor.ratio, compressor.ape, compressor.norm = ratio, ape, norm
-        compressor.wkv = mx.concatenate([eye, mx.zeros_like(eye)], axis=1)
-        compressor.wgate = mx.concatenate([mx.zeros_like(eye), eye], axis=1)
-        x = mx.concatenate([kv, gate], axis=1)
-        for step in (len(x), 1, 3, 9):
-            state = CompressorCache(ratio, width, want.shape[1], len(x))
-            for at in range(0, len(x), step):
-                compressor(x[at : at + step], at, state)
-            assert_close(state.entries[: want.shape[0]], want, atol=2e-5)
+        config = target("s1_w16_r8").config
+        freqs, Dh = config.rope_freqs(compressed=True), 64
+        for size in (len(kv), 1, 3, 9):
+            ring, entries = Ring(max(len(kv), 2 * ratio) + 8, Dh + 2 * kv.shape[1]), []
+            for at in range(0, len(kv), size):
+                n = min(size, len(kv) - at)
+                first, last = at // ratio, (at + n) // ratio
+                windows = ops.rotation(mx.arange(first, last) * ratio, freqs)
+                windows = windows if last > first else None
+                pool = ops.Pool(
+                    kv[at : at + n], gate[at : at + n], ape, norm, windows, ratio, False
+                )
+                q, turns = mx.zeros((n, Dh)), ops.rotation(mx.arange(n), freqs)
+                ones, eps = mx.ones(Dh), config.rms_norm_eps
+                _, rows, new = ops.latents(
+                    q,
+                    mx.zeros((n, 64)),
+                    ones,
+                    mx.ones(64),
+                    turns,
+                    [pool],
+                    ring,
+                    at,
+                    rounded=False,
+                    eps=eps,
+                )
+                ring.write(at, rows)
+                entries += new
+            assert_close(mx.concatenate(entries)[: len(want)], want, atol=2e-5)
 
 
 def test_an_unfinished_window_writes_no_entry():
@@ -295,7 +315,7 @@ def test_an_unfinished_window_writes_no_entry():
         ):
             if ratio:
                 done = n // ratio
-                got, want = a.compressor.entries, b.compressor.entries
+                got, want = a.entries[0], b.entries[0]
                 if done:
                     assert_close(got[:done], want[:done], atol=1e-4)
                 assert_same(got[done:], mx.zeros_like(got[done:]))

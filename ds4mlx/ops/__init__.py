@@ -1,5 +1,6 @@
 """One function per operation that sees weights or sums; each has a pure-MLX reference."""
 
+from .argmax import argmax
 from .attention import attention
 from .dequantize import dequantize
 from .embed import embed
@@ -9,9 +10,13 @@ from .hc_collapse import hc_collapse
 from .hc_expand import hc_expand
 from .hc_head import hc_head
 from .hc_mix import hc_mix
+from .index_best import index_best
+from .index_scores import index_scores
 from .index_select import index_select
-from .linear import linear
+from .latents import Pool, latents
+from .linear import linear, linears
 from .markov import markov
+from .metal import compiles
 from .mlp import mlp
 from .pool import pool
 from .rms_norm import rms_norm
@@ -21,7 +26,10 @@ from .round_kv import round_kv
 from .route import route
 
 __all__ = [
+    "Pool",
+    "argmax",
     "attention",
+    "compiles",
     "dequantize",
     "embed",
     "experts",
@@ -30,8 +38,12 @@ __all__ = [
     "hc_expand",
     "hc_head",
     "hc_mix",
+    "index_best",
+    "index_scores",
     "index_select",
+    "latents",
     "linear",
+    "linears",
     "markov",
     "mlp",
     "pool",

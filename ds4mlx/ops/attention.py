@@ -1,103 +1,89 @@
 """Attention with a sink: one key row that is also the value, a window and compressed entries."""
 
-from collections.abc import Sequence
+from functools import cache
 
 import mlx.core as mx
 
 from ..rows import FEW
 from . import metal
+from .rms_norm import rms_norm
+from .rope import rope
 
-_TILE, _MAX_SPLITS, _HEADS = 32, 32, 2  # of attention.metal; heads that a simdgroup owns
-_part = metal.Kernel(
-    "attention",
-    inputs=["q", "raw", "entries", "ids", "rows"],
-    outputs=["part", "stat"],
-    call="""uint sg = threadgroup_position_in_grid.x * simdgroups_per_threadgroup
-    + simdgroup_index_in_threadgroup;
-attention_part<DH, HEADS>(q, raw, entries, ids, rows, part, stat, q_shape[0], q_shape[1],
-    threadgroup_position_in_grid.y, sg, thread_index_in_simdgroup);""",
-)
-_merge = metal.Kernel(
-    "attention",
-    inputs=["part", "stat", "rows", "sink"],
-    outputs=["out"],
-    call="""attention_merge<DH>(part, stat, rows, sink, out, part_shape[1],
-    thread_position_in_grid, thread_index_in_simdgroup);""",
-)
+_SPLITS, _HEADS = 32, 2  # of attention.metal; heads that a simdgroup owns
 _BLOCK = 128  # query rows that prefill handles at a time
 
 
 def attention(
     q: mx.array,
-    raw: mx.array,
+    rows: mx.array,
+    ring,
     sink: mx.array,
+    turns: mx.array,
+    position: int | mx.array,
     *,
     window: int,
+    eps: float,
     entries: mx.array | None = None,
-    ready: Sequence[int] = (),
+    ratio: int = 0,
     selected=None,
     causal: bool = True,
 ) -> mx.array:
-    """q [N, H, Dh] -> [N, H, Dh] float32 (model 9).
+    """q [N, H, Dh], as wq_b gives it -> [N, H, Dh] float32 (model 5, 9).
 
-    raw [S, Dh]: the key rows up to and including the block's own N, in order of position; a
-    query sees the last `window` of those that end with its own. entries [C, Dh]: compressed
-    rows, of which query i sees the first ready[i], or those of them in `selected` (as
-    `index_select` gives it). sink [H] enters the denominator only. Scale Dh^-1/2.
-    Without `causal` every query sees all of raw (the block of a draft, model 16.2).
-    The kernel takes up to FEW rows and heads of whole 128 channels.
+    q is normed and rotated by `turns` (complex64 [N, R / 2]), the result rotated back. Keys are
+    the first Dh columns of `rows` [N, W], of positions `position` .., and of the `ring` (a
+    cache.Ring) before it; a query sees the last `window` that end with its own, and of `entries`
+    [C, Dh] one for each `ratio` tokens up to itself, or where these are more than k the k in its
+    row of `selected` [N, k] uint32. sink [H] enters the denominator only. Scale Dh^-1/2.
+    Without `causal` every query sees `window` positions before the block and all of the block
+    (a draft's, model 16.2).
+    `position` is an int where the reference is taken. The kernel takes up to FEW rows, Dh of
+    whole 128 channels and R of whole 4.
     """
-    N, _, Dh = q.shape
-    if not metal.enabled() or N > FEW or Dh % 128:
+    N, H, Dh = q.shape
+    R = 2 * turns.shape[-1]
+    if not metal.enabled() or N > FEW or Dh % 128 or R % 4:
         return attention_reference(
             q,
-            raw,
+            rows,
+            ring,
             sink,
+            turns,
+            position,
             window=window,
+            eps=eps,
             entries=entries,
-            ready=ready,
+            ratio=ratio,
             selected=selected,
             causal=causal,
         )
-    rows, ids, splits = [], [], 0
-    for i in range(N):
-        end = raw.shape[0] - N + i + 1 if causal else raw.shape[0]
-        first = max(0, end - window) if causal else 0
-        count, start = 0, -1
-        if causal and entries is not None and ready[i]:
-            count = ready[i]
-            if selected is not None and selected[i] is not None:
-                count, start = selected[i].shape[0], sum(s.shape[0] for s in ids)
-                ids.append(selected[i])
-        rows.append((first, end - first, count, start, splits))
-        splits += _splits(end - first + count)
-    entries = raw if entries is None else entries
-    return _attend(q, raw, sink, entries, mx.array(rows, mx.int32), ids, splits)
-
-
-def _attend(q, raw, sink, entries, rows: mx.array, ids: list[mx.array], splits: int) -> mx.array:
-    """rows: an attention_keys of attention.metal each; ids: the lists of selected entries."""
-    N, H, Dh = q.shape
+    topk = 0 if selected is None else selected.shape[1]
+    entries = rows if entries is None else entries
+    template = {"DH": Dh, "R": R, "WINDOW": window, "RATIO": ratio, "TOPK": topk, "CAUSAL": causal}
+    where, turns = metal.scalar(position), turns.view(mx.float32)
     pairs = -(-H // _HEADS)  # of heads, a simdgroup each
     group = 32 * min(4, pairs)
-    part, stat = _part(
+    part, stat = _part(eps)(
         q,
-        raw,
-        entries,
-        mx.concatenate(ids) if ids else mx.array([0], mx.uint32),
+        turns,
         rows,
-        template={"DH": Dh, "HEADS": _HEADS},
-        grid=(metal.round_up(32 * pairs, group), splits, 1),
+        ring.rows,
+        entries,
+        selected if topk else rows,
+        where,
+        template=template | {"HEADS": _HEADS},
+        grid=(metal.round_up(32 * pairs, group), _SPLITS, N),
         group=(group, 1, 1),
-        shapes=[(splits, H, Dh), (splits, H, 2)],
+        shapes=[(N, _SPLITS, H, Dh), (N, _SPLITS, H, 2)],
         dtypes=[mx.float32, mx.float32],
     )
     (out,) = _merge(
         part,
         stat,
-        rows,
+        turns,
         sink,
-        template={"DH": Dh},
+        where,
+        template=template,
         grid=(Dh // 4, H, N),
         group=(Dh // 4, 1, 1),
         shapes=[q.shape],
@@ -106,15 +92,79 @@ def _attend(q, raw, sink, entries, rows: mx.array, ids: list[mx.array], splits: 
     return out
 
 
-def _splits(keys: int) -> int:
-    """Among how many splits a query's keys are divided, as attention_split_size has it."""
-    tiles = -(-keys // _TILE)
-    return -(-tiles // -(-tiles // _MAX_SPLITS))
-
-
 def attention_reference(
-    q, raw, sink, *, window, entries=None, ready=(), selected=None, causal=True
+    q,
+    rows,
+    ring,
+    sink,
+    turns,
+    position,
+    *,
+    window,
+    eps,
+    entries=None,
+    ratio=0,
+    selected=None,
+    causal=True,
 ):
+    N, _, Dh = q.shape
+    q = rope(rms_norm(q, None, eps), turns)
+    start = max(0, position - window + causal)
+    raw = rows[:, :Dh]
+    if start < position:
+        raw = mx.concatenate([ring.read(start, position)[:, :Dh], raw])
+    ready = [(position + i + 1) // ratio for i in range(N)] if ratio else ()
+    entries = entries[: ready[-1]] if ratio and ready[-1] else None
+    if selected is not None and N <= FEW:
+        k = selected.shape[1]
+        selected = [s if n > k else None for s, n in zip(selected, ready, strict=True)]
+    o = attend(
+        q,
+        raw,
+        sink,
+        window=window,
+        entries=entries,
+        ready=ready,
+        selected=selected,
+        causal=causal,
+    )
+    return rope(o, turns, inverse=True)  # values carried the keys' rotation
+
+
+_LIST = "attention_list<WINDOW, RATIO, TOPK, CAUSAL>(position, threadgroup_position_in_grid.z"
+_merge = metal.Kernel(
+    "attention",
+    inputs=["part", "stat", "turns", "sink", "position"],
+    outputs=["out"],
+    call=f"""attention_merge<DH, R>(part, stat, turns, sink, out, {_LIST}, part_shape[0]),
+    part_shape[2], thread_position_in_grid, thread_index_in_simdgroup);""",
+)
+
+
+@cache
+def _part(eps: float) -> metal.Kernel:
+    return metal.Kernel(
+        "attention",
+        inputs=["q", "turns", "rows", "ring", "entries", "ids", "position"],
+        outputs=["part", "stat"],
+        partial=True,
+        call=f"""attention_keys list = {_LIST}, q_shape[0]);
+attention_rows from = {{rows, ring, entries, int(ring_shape[0]), int(ring_shape[1]), position}};
+uint n = threadgroup_position_in_grid.z;
+uint sg = threadgroup_position_in_grid.x * simdgroups_per_threadgroup
+    + simdgroup_index_in_threadgroup;
+attention_part<DH, R, HEADS>(q, turns, from, ids + n * TOPK, part, stat, list, {eps}f,
+    q_shape[1], n, threadgroup_position_in_grid.y, sg, thread_index_in_simdgroup);""",
+    )
+
+
+def attend(q, raw, sink, *, window, entries=None, ready=(), selected=None, causal=True):
+    """Attention alone: q [N, H, Dh] normed and rotated -> [N, H, Dh], not rotated back.
+
+    raw [S, Dh]: the key rows up to and including the block's own N, in order of position; a
+    query sees the last `window` of those that end with its own, and the first ready[i] entries,
+    or those of them in `selected`.
+    """
     N = q.shape[0]
     if not causal:
         return mx.stack([_one(q[i], [raw], sink) for i in range(N)])

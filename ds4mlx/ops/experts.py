@@ -18,12 +18,12 @@ from .experts_down import (
     planes,
     takes,
 )
-from .mlp import mlp, swiglu
+from .mlp import mlp, mlp_reference, swiglu
 
 _SIMDGROUPS = 4
 
 
-def experts(x, ids, weights, w1: Matrix, w3: Matrix, w2: Matrix, limit: float) -> mx.array:
+def experts(x, ids, weights, w1: Matrix, w3: Matrix, w2: Matrix, limit: float, shared=None):
     """x [N, D], ids [N, K] uint32, weights [N, K]; w1, w3 [E, F, D], w2 [E, D, F] -> [N, D].
 
     The weight is applied before w2 (model 12). Up to 8 rows and K of 8, the kernels take over:
@@ -33,7 +33,10 @@ def experts(x, ids, weights, w1: Matrix, w3: Matrix, w2: Matrix, limit: float) -
     | w2 (`experts_down`) | one of these types                       | any other type  |
 
     Where w1 and w3 take the reference, as they do where F is no multiple of 32, w2 does too.
+    shared: w1, w3 [F, D] and w2 [D, F] of an expert that every row meets with weight 1.
     """
+    if shared is not None:
+        return experts(x, ids, weights, w1, w3, w2, limit) + mlp(x, *shared, limit)
     N, K = ids.shape
     F = w1.shape[1]
     one_type = isinstance(w1, Packed) and isinstance(w3, Packed) and w1.type == w3.type
@@ -56,7 +59,11 @@ def experts(x, ids, weights, w1: Matrix, w3: Matrix, w2: Matrix, limit: float) -
     return experts_down(h, ids, w2)
 
 
-def experts_reference(x, ids, weights, w1, w3, w2, limit):
+def experts_reference(x, ids, weights, w1, w3, w2, limit, shared=None):
+    if shared is not None:
+        routed = experts_reference(x, ids, weights, w1, w3, w2, limit)
+        return routed + mlp_reference(x, *shared, limit)
+
     def gathered(x, ids, weights):
         up = swiglu(gather(x[:, None], w1, ids), gather(x[:, None], w3, ids), limit)
         return experts_down_reference(up * weights[..., None], ids, w2)

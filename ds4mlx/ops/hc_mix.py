@@ -1,70 +1,105 @@
-"""Hyper-connection coefficients: how a sublayer reads the residual streams and writes them back."""
+"""Hyper-connections between two sublayers: write the streams back, mix them, read the next row."""
+
+from functools import cache
 
 import mlx.core as mx
 
 from ..packed import Packed
 from ..rows import FEW, each_row
 from . import metal
+from .hc_collapse import hc_collapse
+from .hc_expand import hc_expand
 from .linear import linear
+from .rms_norm import rms_norm
 
-_CHUNK, _SIMDGROUPS = 256, 8  # of hc_mix.metal
+_CHUNK, _SIMDGROUPS = 256, 32  # of hc_mix.metal; of its second launch
 _part = metal.Kernel(
     "hc_mix",
-    inputs=["x", "fn"],
-    outputs=["part"],
-    call="""uint2 pos = uint2(simdgroup_index_in_threadgroup, threadgroup_position_in_grid.y);
-hc_mix_part(x, fn, part, x_shape[0], fn_shape[0], fn_shape[1],
-    uint2(simdgroups_per_threadgroup, threadgroups_per_grid.y), pos, thread_index_in_simdgroup);""",
+    inputs=["from", "y", "post", "comb", "fn"],
+    outputs=["x", "part"],
+    call="""threadgroup float chunk[8 * CHUNK];
+hc_mix_part<WRITTEN, HC>(from, y, post, comb, fn, x, part, chunk, from_shape[0], fn_shape[0],
+    from_shape[2], uint2(threadgroup_position_in_grid.x, threadgroups_per_grid.x),
+    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
 )
-_finish = metal.Kernel(
-    "hc_mix",
-    inputs=["part", "scale", "base", "eps", "norm_eps"],
-    outputs=["pre", "post", "comb"],
-    call="""threadgroup float sums[256];
-hc_mix_finish<HC, ITERATIONS>(part, scale, base, pre, post, comb, sums, eps, norm_eps, K,
-    part_shape[1], threadgroup_position_in_grid.y, simdgroup_index_in_threadgroup,
-    thread_index_in_simdgroup);""",
-)
+Written = tuple[mx.array, mx.array, mx.array]  # y [N, D], post [N, HC], comb [N, HC, HC]
 
 
-def hc_mix(x, fn, scale, base, *, iterations: int, eps: float, norm_eps: float):
-    """Coefficients of one sublayer (model 4.1), all float32.
+def hc_mix(
+    x: mx.array,
+    written: Written | None,
+    fn,
+    scale: mx.array,
+    base: mx.array,
+    norm: mx.array,
+    *,
+    iterations: int,
+    eps: float,
+    norm_eps: float,
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """The streams and what the next sublayer reads of them (model 4.1 to 4.3), all float32.
 
-    x [N, HC, D]; fn [(2 + HC) * HC, HC * D]; scale [3]; base [(2 + HC) * HC]
-    -> pre [N, HC], post [N, HC], comb [N, HC, HC] (first index: source stream). The kernel
-    takes up to FEW rows, an fn that is not packed, and HC of 2 or 4.
+    x [N, HC, D] are the streams before the sublayer that gave `written` (None: there was none);
+    fn [(2 + HC) * HC, HC * D]; scale [3]; base [(2 + HC) * HC]; norm [D]
+    -> the streams after it [N, HC, D], the normed row y [N, D], and post [N, HC] and comb
+    [N, HC, HC] (first index: source stream) with which the sublayer is to be written back.
+    The kernel takes up to FEW rows, an fn that is not packed, and HC of 2 or 4.
     """
     N, HC, D = x.shape
+    settings = dict(iterations=iterations, eps=eps, norm_eps=norm_eps)
     if not metal.enabled() or N > FEW or isinstance(fn, Packed) or HC not in (2, 4):
-        return hc_mix_reference(
-            x, fn, scale, base, iterations=iterations, eps=eps, norm_eps=norm_eps
-        )
+        return hc_mix_reference(x, written, fn, scale, base, norm, **settings)
     chunks = -(-HC * D // _CHUNK)
-    (part,) = _part(
+    x, part = _part(
         x,
+        *(written or (x, x, x)),
         fn,
-        template={},
-        grid=(32 * _SIMDGROUPS, chunks, 1),
-        group=(32 * _SIMDGROUPS, 1, 1),
-        shapes=[(N, chunks, fn.shape[0] + 1)],
-        dtypes=[mx.float32],
+        template={"WRITTEN": written is not None, "HC": HC},
+        grid=(_CHUNK * chunks, 1, 1),
+        group=(_CHUNK, 1, 1),
+        shapes=[x.shape, (N, chunks, fn.shape[0] + 1)],
+        dtypes=[mx.float32] * 2,
     )
-    pre, post, comb = _finish(
+    y, post, comb = _finish(eps, norm_eps)(
+        x,
         part,
         scale,
         base,
-        mx.array(eps),
-        mx.array(norm_eps),
-        template={"HC": HC, "ITERATIONS": iterations, "K": HC * D},
+        norm,
+        template={"HC": HC, "ITERATIONS": iterations, "SIMDGROUPS": _SIMDGROUPS},
         grid=(32 * _SIMDGROUPS, N, 1),
         group=(32 * _SIMDGROUPS, 1, 1),
-        shapes=[(N, HC), (N, HC), (N, HC, HC)],
+        shapes=[(N, D), (N, HC), (N, HC, HC)],
         dtypes=[mx.float32] * 3,
     )
-    return pre, post, comb
+    return x, y, post, comb
 
 
-def hc_mix_reference(x, fn, scale, base, *, iterations: int, eps: float, norm_eps: float):
+@cache
+def _finish(eps: float, norm_eps: float) -> metal.Kernel:
+    return metal.Kernel(
+        "hc_mix",
+        inputs=["x", "part", "scale", "base", "norm"],
+        outputs=["y", "post", "comb"],
+        call=f"""threadgroup float sums[32 * SIMDGROUPS];
+threadgroup float weights[HC];
+hc_mix_finish<HC, ITERATIONS, SIMDGROUPS>(x, part, scale, base, norm, y, post, comb, sums, weights,
+    {eps}f, {norm_eps}f, x_shape[2], part_shape[1], threadgroup_position_in_grid.y,
+    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
+    )
+
+
+def hc_mix_reference(x, written, fn, scale, base, norm, *, iterations, eps, norm_eps):
+    if written:
+        x = hc_expand(x, *written)
+    pre, post, comb = coefficients(
+        x, fn, scale, base, iterations=iterations, eps=eps, norm_eps=norm_eps
+    )
+    return x, rms_norm(hc_collapse(x, pre), norm, norm_eps), post, comb
+
+
+def coefficients(x, fn, scale, base, *, iterations: int, eps: float, norm_eps: float):
+    """x [N, HC, D] -> pre [N, HC], post [N, HC], comb [N, HC, HC] (model 4.1)."""
     HC = x.shape[1]
     scales = mx.concatenate([mx.repeat(scale[:2], HC), mx.repeat(scale[2:], HC * HC)])
 

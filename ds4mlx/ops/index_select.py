@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..rows import FEW
+from .index_scores import weigh
 
 _BLOCK = 1 << 25  # products of heads, rows and entries that prefill holds at a time
 
@@ -23,23 +24,17 @@ def index_select_reference(q, w, keys, ready, k):
     C = keys.shape[0]
     if q.shape[0] <= FEW:
         return [
-            _best(index_scores(q[i : i + 1], w[i : i + 1], keys[:n]), k)[0] if n > k else None
+            _best(weigh(q[i : i + 1], w[i : i + 1], keys[:n]), k)[0] if n > k else None
             for i, n in enumerate(ready)
         ]
     rows = max(1, _BLOCK // (q.shape[1] * C))
     blocks = []
     for i in range(0, q.shape[0], rows):
-        scores = index_scores(q[i : i + rows], w[i : i + rows], keys)
+        scores = weigh(q[i : i + rows], w[i : i + rows], keys)
         limit = mx.array(ready[i : i + rows])[:, None]
         hidden = mx.arange(C)[None] >= limit
         blocks.append(_best(mx.where(hidden, -mx.inf, scores), min(k, C)))
     return mx.concatenate(blocks)
-
-
-def index_scores(q: mx.array, w: mx.array, keys: mx.array) -> mx.array:
-    """sum_h w_h relu(q_h . key), [N, C] float32."""
-    products = mx.maximum(q @ keys.T, 0.0)  # [N, Hi, C]
-    return (w[:, None] @ products).squeeze(1)
 
 
 def _best(scores: mx.array, k: int) -> mx.array:

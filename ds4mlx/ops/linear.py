@@ -1,5 +1,7 @@
 """Products with a weight matrix, packed or not; the rows of a small block stay exact."""
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from ..packed import Matrix, Packed
@@ -53,6 +55,11 @@ def linear(x: mx.array, w: Matrix) -> mx.array:
     """
     groups = x[:, None]
     return product(groups, w) if takes(groups, w) else linear_reference(x, w)
+
+
+def linears(x: mx.array, ws: Sequence[Matrix]) -> list[mx.array]:
+    """x [N, K] float32, each w [M, K] -> [linear(x, w) for w in ws], bit for bit."""
+    return [linear(x, w) for w in ws]
 
 
 def takes(x: mx.array, w: Matrix) -> bool:

@@ -1,19 +1,88 @@
 """The chain of a draft block: each token biases the logits of the next one."""
 
+from functools import cache
+
 import mlx.core as mx
 
 from ..packed import Matrix
-from .embed import embed
+from . import metal
+from .embed import embed, table, takes
 from .linear import linear
+
+_GROUP = 256  # threads, and logits, of a threadgroup
+_PICKING = """threadgroup float2 values[32];
+threadgroup uint places[32];
+"""
+
+
+@cache
+def _step(struct1: str, planes1: tuple, struct2: str, planes2: tuple) -> metal.Kernel:
+    return metal.Kernel(
+        "markov",
+        inputs=["u", "known", "found", "at", *planes1, *planes2],
+        outputs=["logits", "tokens", "best_of"],
+        call=f"""{_PICKING}threadgroup float4 e[R / 4];
+{struct1} w1 = {{{", ".join(planes1)}}};
+{struct2} w2 = {{{", ".join(planes2)}}};
+markov(u, known, found, w1, w2, logits, tokens, best_of, e, values, places, at, u_shape[1], R,
+    found_shape[0], threadgroup_position_in_grid.x, thread_index_in_threadgroup,
+    threads_per_threadgroup.x);""",
+    )
+
+
+@cache
+def _finish(struct: str, planes: tuple) -> metal.Kernel:
+    return metal.Kernel(
+        "markov",
+        inputs=["known", "found", *planes],
+        outputs=["tokens", "e"],
+        call=f"""{_PICKING}{struct} w1 = {{{", ".join(planes)}}};
+markov_finish(w1, known, found, tokens, e, values, places, known_shape[0], R, found_shape[0],
+    threadgroup_position_in_grid.y, thread_index_in_threadgroup, threads_per_threadgroup.x);""",
+    )
 
 
 def markov(u: mx.array, anchor: mx.array, w1: Matrix, w2: Matrix):
     """u [N, V] float32 logits, anchor [1] int32, w1 (table), w2 [V, R]
     -> tokens [N] int32, biased logits [N, V], e [N, R]: the row of w1 before each token.
 
-    Token i is the argmax of u_i + w2 w1[token before], ties to the lowest id (model 16.2).
+    Token i is the argmax of u_i + w2 w1[token before], ties to the lowest id (model 16.2). The
+    kernels take what `embed` takes, in N + 1 launches; the logits cost more only where they
+    are used.
     """
-    return markov_reference(u, anchor, w1, w2)
+    if not (takes(w1) and takes(w2)):
+        return markov_reference(u, anchor, w1, w2)
+    (N, V), R = u.shape, w1.shape[1]
+    first, second = table(w1, "w1_"), table(w2, "w2_")
+    step, finish = _step(*first[:2], *second[:2]), _finish(*first[:2])
+    groups = -(-V // _GROUP)
+    logits, known, found = [], anchor, anchor.view(mx.uint32)[:, None]  # found is not read at 0
+    for i in range(N):
+        row, known, found = step(
+            u,
+            known,
+            found,
+            mx.array(i, mx.uint32),
+            *first[2],
+            *second[2],
+            template={"R": R},
+            grid=(groups * _GROUP, 1, 1),
+            group=(_GROUP, 1, 1),
+            shapes=[(1, V), (i + 1,), (groups, 2)],
+            dtypes=[mx.float32, mx.int32, mx.uint32],
+        )
+        logits.append(row)
+    tokens, e = finish(
+        known,
+        found,
+        *first[2],
+        template={"R": R},
+        grid=(_GROUP, N, 1),
+        group=(_GROUP, 1, 1),
+        shapes=[(N,), (N, R)],
+        dtypes=[mx.int32, mx.float32],
+    )
+    return tokens, mx.concatenate(logits), e
 
 
 def markov_reference(u, anchor, w1, w2):

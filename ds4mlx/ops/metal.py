@@ -60,6 +60,16 @@ def enabled() -> bool:
     return not _reference.get() and backend() is not None
 
 
+def compiles() -> bool:
+    """Whether launches may be part of a graph that mx.compile keeps."""
+    return enabled() and backend() in ("metal", "cuda") and _wait.get() is None
+
+
+def scalar(value: int | mx.array) -> mx.array:
+    """What a kernel takes for an int that a compiled graph knows as an array only."""
+    return value if isinstance(value, mx.array) else mx.array(value)
+
+
 def read_source(name: str) -> str:
     """The text of metal/<name>, each `#include "..."` replaced by that file, lines marked."""
     lines = [f'#line 1 "{name}"']
@@ -72,8 +82,12 @@ def read_source(name: str) -> str:
 class Kernel:
     """The METAL_FUNC <name> of metal/<name>.metal, run by the kernel body `call`."""
 
-    def __init__(self, name: str, *, inputs: list[str], outputs: list[str], call: str):
+    def __init__(
+        self, name: str, *, inputs: list[str], outputs: list[str], call: str, partial: bool = False
+    ):
+        """partial: parts of the outputs stay unwritten, which whoever reads them must know."""
         self.name, self.inputs, self.outputs, self.call = name, inputs, outputs, call
+        self.partial = partial
         self._built: dict[tuple, Callable] = {}
 
     @property

@@ -2,14 +2,36 @@
 
 import mlx.core as mx
 
+from . import metal
 from .round_kv import power_of_two_scale
 
 BLOCK = 32
+WIDTHS = (32, 64, 128, 256)  # of round_index.h
+_kernel = metal.Kernel(
+    "round_index",
+    inputs=["x"],
+    outputs=["out"],
+    call="round_index<C>(x, out, threadgroup_position_in_grid.y, thread_index_in_simdgroup);",
+)
 
 
 def round_index(x: mx.array) -> mx.array:
-    """x [..., Di] float32, Di a power of two -> Walsh-Hadamard, then e2m1 in blocks of 32."""
-    return round_index_reference(x)
+    """x [..., Di] float32, Di a power of two -> Walsh-Hadamard, then e2m1 in blocks of 32.
+
+    The kernel takes Di of 32 to 256.
+    """
+    Di = x.shape[-1]
+    if not metal.enabled() or Di not in WIDTHS:
+        return round_index_reference(x)
+    (out,) = _kernel(
+        x,
+        template={"C": Di // 32},
+        grid=(32, x.size // Di, 1),
+        group=(32, 1, 1),
+        shapes=[x.shape],
+        dtypes=[mx.float32],
+    )
+    return out
 
 
 def round_index_reference(x: mx.array) -> mx.array:

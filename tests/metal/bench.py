@@ -79,7 +79,7 @@ def _launch(mode, kernel, inputs, template, grid, group, shapes, dtypes) -> list
     assert len(buffers) <= 31, "Metal passes at most 31 buffers"
     table = (_Buffer * len(buffers))(*(_Buffer(b.ctypes.data, b.nbytes, 0, 0) for b in buffers))
     for b in table[len(buffers) - len(results) :]:
-        b.writable = 1
+        b.writable = 2 if kernel.partial else 1
     library = _library(_source(kernel, inputs, template, dtypes), mode)
     three = ctypes.c_uint32 * 3
     groups = three(*(n // g for n, g in zip(grid, group, strict=True)))

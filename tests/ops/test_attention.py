@@ -1,12 +1,19 @@
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from ds4mlx.ops.attention import attention, attention_reference
+from ds4mlx.cache import Ring
+from ds4mlx.ops import metal
+from ds4mlx.ops.attention import attend, attention, attention_reference
+from ds4mlx.ops.rms_norm import rms_norm_reference
+from ds4mlx.ops.rope import rope_reference, rotation
 from tests.close import assert_close, assert_same
 from tests.golden_data import op_vectors
 from tests.metal.bench import executed
-from tests.metal.cases import Case
 
 H, DH, WINDOW = 3, 32, 5
 
@@ -21,42 +28,99 @@ def make(n, before=WINDOW, entries=9, seed=0):
     return q, raw, some, sink, ready
 
 
-def make_selected(H, Dh, C, K):
-    """Each row reads its own row of raw and K of C entries."""
-    rng = np.random.default_rng(3)
-    entries, sink = mx.array(rng.normal(size=(C, Dh)), mx.float32), mx.arange(H) / 4.0
-    picks = mx.array(np.stack([rng.permutation(C)[:K] for _ in range(8)]), mx.uint32)
-
-    def op(q, raw, picks):
-        n = q.shape[0]
-        listed = dict(entries=entries, ready=[C] * n, selected=list(picks))
-        return attention(q, raw, sink, window=1, **listed)
-
-    q, raw = (mx.array(rng.normal(size=s), mx.float32) for s in ((8, H, Dh), (8, Dh)))
-    return op, [q, raw, picks]
+EPS = 1e-6
 
 
-def make_block(H, Dh, S):
-    """Every row reads all of raw, as in the block of a draft."""
-    rng = np.random.default_rng(4)
-    raw, q = (mx.array(rng.normal(size=s), mx.float32) for s in ((S, Dh), (8, H, Dh)))
-    sink = mx.arange(H) / 4.0
-    return lambda q: attention(q, raw, sink, window=1, causal=False), [q]
+class Sequence:
+    """A layer's queries, rows and entries, of which a block is evaluated at any position."""
+
+    def __init__(self, tokens, H, Dh, R, window, ratio=0, topk=0, causal=True, extra=0):
+        rng = np.random.default_rng(3)
+        normal = lambda *s: mx.array(rng.normal(size=s), mx.float32)  # noqa: E731
+        self.q, self.rows = normal(tokens, H, Dh), normal(tokens, Dh + extra)
+        self.sink = mx.array(np.resize([-20.0, 0.5, 3.0, 60.0], H), mx.float32)
+        self.turns = rotation(mx.arange(tokens), 0.5 ** mx.arange(R // 2))
+        self.settings = dict(window=window, eps=EPS, causal=causal, ratio=ratio)
+        self.topk, self.ratio = topk, ratio
+        if ratio:
+            self.settings["entries"] = normal(tokens // ratio + 1, Dh)
+        if topk:
+            self.picks = [rng.permutation(max(topk, (t + 1) // ratio)) for t in range(tokens)]
+
+    def run(self, op, position, n):
+        ring = Ring(self.settings["window"] + 8, self.rows.shape[1])
+        for at in range(max(0, position - ring.rows.shape[0]), position):
+            ring.write(at, self.rows[at : at + 1])
+        selected = None
+        if self.topk and (position + n) // self.ratio > self.topk:
+            picks = [np.sort(self.picks[t][: self.topk]) for t in range(position, position + n)]
+            selected = mx.array(np.stack(picks), mx.uint32)
+        part = slice(position, position + n)
+        return op(
+            self.q[part],
+            self.rows[part],
+            ring,
+            self.sink,
+            self.turns[part],
+            position,
+            selected=selected,
+            **self.settings,
+        )
+
+
+@dataclass(frozen=True)
+class Block:
+    """`n` rows from `position` on, as a case of tests/metal/cases.py."""
+
+    make: Callable
+    mode: str
+    position: int
+    n: int
+
+    def verify(self, place=None):
+        place, sequence = place or partial(executed, self.mode), self.make()
+        with place():
+            block = sequence.run(attention, self.position, self.n)
+            for i in range(self.n if sequence.settings["causal"] else 0):
+                alone = sequence.run(attention, self.position + i, 1)
+                assert_same(block[i : i + 1], alone)
+        with metal.reference():
+            want = sequence.run(attention, self.position, self.n)
+        assert_close(block, np.array(want), atol=4e-6)
 
 
 CASES = {
-    "one key": Case(lambda: make_block(1, 128, 1), "check", atol=2e-6),
-    "odd": Case(lambda: make_block(3, 128, 37), "check", atol=2e-6),
-    "splits of several tiles": Case(lambda: make_block(1, 128, 1100), "check", atol=2e-6),
-    "odd selected": Case(lambda: make_selected(3, 128, 45, 34), "check", atol=2e-6),
-    "flash draft": Case(lambda: make_block(64, 512, 133), "guard", atol=2e-6),
-    "flash selected": Case(lambda: make_selected(64, 512, 600, 512), "guard", atol=2e-6),
+    "first": Block(lambda: Sequence(9, 1, 128, 4, 5), "check", 0, 1),
+    "window": Block(lambda: Sequence(40, 3, 128, 64, 5, extra=3), "check", 11, 8),
+    "no entry yet": Block(lambda: Sequence(80, 3, 128, 8, 5, ratio=2), "check", 0, 5),
+    "entries": Block(lambda: Sequence(80, 3, 128, 8, 5, ratio=2), "check", 70, 3),
+    "some rows select": Block(lambda: Sequence(80, 3, 128, 8, 5, 2, topk=34), "check", 66, 6),
+    "splits of several tiles": Block(lambda: Sequence(1200, 1, 128, 8, 1100), "check", 1130, 1),
+    "draft, short": Block(lambda: Sequence(20, 3, 128, 8, 7, causal=False), "check", 3, 5),
+    "draft": Block(lambda: Sequence(20, 3, 128, 8, 7, causal=False), "check", 12, 5),
+    "flash": Block(lambda: Sequence(2070, 64, 512, 64, 128, 4, 512, extra=64), "guard", 2049, 4),
+    "flash draft": Block(lambda: Sequence(300, 64, 512, 64, 128, causal=False), "guard", 290, 5),
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_kernel_matches_reference_and_rows_equal_rows_alone(case):
     case.verify()
+
+
+@pytest.mark.parametrize("op", [attention, attention_reference])
+@pytest.mark.parametrize("position, n", [(40, 1), (40, 3), (37, 9)])
+def test_queries_and_results_are_turned_and_keys_come_from_the_ring(op, position, n):
+    s = Sequence(60, 3, 32, 8, 5, ratio=4)
+    q = rope_reference(rms_norm_reference(s.q, None, EPS), s.turns)
+    want = []
+    for t in range(position, position + n):
+        keys = mx.concatenate([s.rows[t - 4 : t + 1], s.settings["entries"][: (t + 1) // 4]])
+        want.append(exact(q[t], keys, s.sink))
+    want = rope_reference(
+        mx.array(np.stack(want), mx.float32), s.turns[position : position + n], True
+    )
+    assert_close(s.run(op, position, n), np.array(want), atol=4e-6)
 
 
 def exact(q, keys, sink):
@@ -72,14 +136,14 @@ def test_reference_matches_golden_vectors():
     v = {k: op_vectors()[f"sink_attention.{k}"] for k in ("q", "k", "mask", "sink", "o")}
     for i, mask in enumerate(np.array(v["mask"], dtype=bool)):
         keys = mx.array(np.array(v["k"])[mask])
-        out = attention_reference(v["q"][i : i + 1], keys, v["sink"], window=len(keys))
+        out = attend(v["q"][i : i + 1], keys, v["sink"], window=len(keys))
         assert_close(out[0], v["o"][i], atol=3e-6)
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 9, 131])
 def test_each_query_sees_its_own_window_and_ready_entries(n):
     q, raw, some, sink, ready = make(n)
-    out = attention_reference(q, raw, sink, window=WINDOW, entries=some, ready=ready)
+    out = attend(q, raw, sink, window=WINDOW, entries=some, ready=ready)
     for i in range(n):
         end = raw.shape[0] - n + i + 1
         keys = mx.concatenate([raw[end - WINDOW : end], some[: ready[i]]])
@@ -93,9 +157,7 @@ def test_each_query_reads_only_the_selected_entries(n):
     rng = np.random.default_rng(1)
     picks = mx.array(np.stack([np.sort(rng.permutation(9)[:4]) for _ in range(n)]), mx.uint32)
     selected = list(picks) if n <= 8 else picks
-    out = attention_reference(
-        q, raw, sink, window=WINDOW, entries=some, ready=ready, selected=selected
-    )
+    out = attend(q, raw, sink, window=WINDOW, entries=some, ready=ready, selected=selected)
     for i in range(n):
         end = raw.shape[0] - n + i + 1
         keys = mx.concatenate([raw[end - WINDOW : end], some[picks[i]]])
@@ -105,7 +167,7 @@ def test_each_query_reads_only_the_selected_entries(n):
 @pytest.mark.parametrize("before", [0, 1, WINDOW])
 def test_the_first_tokens_have_shorter_windows(before):
     q, raw, _, sink, _ = make(12, before=before)
-    out = attention_reference(q, raw, sink, window=WINDOW)
+    out = attend(q, raw, sink, window=WINDOW)
     for i in range(12):
         end = before + i + 1
         assert_close(out[i], exact(q[i], raw[max(0, end - WINDOW) : end], sink), atol=2e-6)
@@ -114,11 +176,9 @@ def test_the_first_tokens_have_shorter_windows(before):
 def test_rows_of_a_block_equal_rows_alone():
     q, raw, some, sink, ready = make(8)
     selected = [None, None, None] + [mx.array([0, 2], mx.uint32)] * 5
-    block = attention_reference(
-        q, raw, sink, window=WINDOW, entries=some, ready=ready, selected=selected
-    )
+    block = attend(q, raw, sink, window=WINDOW, entries=some, ready=ready, selected=selected)
     for i in range(8):
-        alone = attention_reference(
+        alone = attend(
             q[i : i + 1],
             raw[: WINDOW + i + 1],
             sink,
@@ -130,27 +190,9 @@ def test_rows_of_a_block_equal_rows_alone():
         assert_same(block[i], alone[0])
 
 
-def test_kernel_rows_of_a_causal_block_equal_the_reference_and_rows_alone():
-    mx.random.seed(2)
-    q, raw = mx.random.normal((8, H, 128)), mx.random.normal((11, 128))
-    some, sink = mx.random.normal((70, 128)), mx.array([-20.0, 0.5, 60.0])
-    ready = [0, 1, 1, 2, 2, 70, 70, 70]
-    selected = [None] * 6 + [mx.array([0, 2], mx.uint32), mx.array([69, 3, 9], mx.uint32)]
-
-    def rows(op, i, j):
-        listed = dict(entries=some, ready=ready[i:j], selected=selected[i:j])
-        return op(q[i:j], raw[: 3 + j], sink, window=WINDOW, **listed)
-
-    with executed("check"):
-        block = rows(attention, 0, 8)
-        for i in range(8):
-            assert_same(block[i : i + 1], rows(attention, i, i + 1))
-    assert_close(block, rows(attention_reference, 0, 8), atol=2e-6)
-
-
 @pytest.mark.parametrize("n", [1, 5, 9])
 def test_without_a_causal_mask_every_query_sees_all_rows(n):
     q, raw, _, sink, _ = make(n)
-    out = attention_reference(q, raw, sink, window=WINDOW, causal=False)
+    out = attend(q, raw, sink, window=WINDOW, causal=False)
     for i in range(n):
         assert_close(out[i], exact(q[i], raw, sink), atol=2e-6)

@@ -1,10 +1,32 @@
 import mlx.core as mx
+import pytest
 
-from ds4mlx.ops.hc_head import hc_head_reference
+from ds4mlx.ops.hc_head import hc_head, hc_head_reference
 from tests.close import assert_close, assert_rows_alone
 from tests.golden_data import op_vectors
+from tests.metal.cases import Case
 
 SETTINGS = dict(eps=1e-6, norm_eps=1e-6)
+
+
+def make(HC, D, dtype):
+    mx.random.seed(9)
+    fn = (mx.random.normal((HC, HC * D)) * (HC * D) ** -0.5).astype(dtype)
+    scale, base = mx.array([1.5]), mx.random.normal((HC,))
+    return lambda x: hc_head(x, fn, scale, base, **SETTINGS), [mx.random.normal((8, HC, D))]
+
+
+CASES = {
+    "two streams": Case(lambda: make(2, 5, mx.float32), "check", atol=4e-6),
+    "odd": Case(lambda: make(4, 97, mx.bfloat16), "check", atol=4e-6),
+    "flash half": Case(lambda: make(4, 4096, mx.float16), "guard", atol=1e-5),
+    "flash": Case(lambda: make(4, 4096, mx.float32), "guard", atol=1e-5),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_kernel_matches_reference_and_rows_equal_rows_alone(case):
+    case.verify()
 
 
 def test_reference_matches_golden_vectors():

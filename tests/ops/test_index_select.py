@@ -2,7 +2,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from ds4mlx.ops.index_select import index_scores, index_select_reference
+from ds4mlx.ops.index_scores import weigh
+from ds4mlx.ops.index_select import index_select_reference
 from ds4mlx.ops.round_index import round_index
 from tests.close import assert_close, assert_same
 from tests.golden_data import op_vectors
@@ -28,7 +29,7 @@ def test_reference_matches_golden_vectors(kind, rows):
     ready = [int(n) for n in v["ready"]]
     scores = np.array(v[f"score_{kind}"])
     seen = np.arange(40)[None] < np.array(ready)[:, None]
-    got = np.where(seen, np.array(index_scores(q, w, keys)), 0)
+    got = np.where(seen, np.array(weigh(q, w, keys)), 0)
     assert_close(mx.array(got), np.where(seen, scores, 0), atol=2e-5)
     selected = index_select_reference(q[:rows], w[:rows], keys, ready[:rows], 8)
     want = np.array(v[f"sel_{kind}"])[:rows]

@@ -1,0 +1,71 @@
+"""The indexer's scores of the compressed entries that a query may read (CSA)."""
+
+import mlx.core as mx
+
+from ..rows import FEW, each_row
+from . import metal
+from .rope import rope
+from .round_index import WIDTHS, round_index
+
+_HEADS, _ENTRIES, _PITCH = 8, 64, 9  # of index_scores.metal
+_STRETCHES = 512  # threadgroups of a row at most: enough to fill a GPU
+_kernel = metal.Kernel(
+    "index_scores",
+    inputs=["q", "turn", "w", "keys", "ready"],
+    outputs=["scores"],
+    call=f"""threadgroup float4 queries[SIMDGROUPS * {_HEADS} * 8];
+threadgroup float4 staged[{_ENTRIES * _PITCH}];
+threadgroup float part[SIMDGROUPS * {_ENTRIES}];
+index_scores<HI, C, ROUNDED>(q, turn, w, keys, ready, scores, queries, staged, part, R,
+    keys_shape[0], threadgroup_position_in_grid.yz, threadgroups_per_grid.y,
+    simdgroups_per_threadgroup, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
+)
+
+
+def index_scores(q, rotation, w, keys, ready: mx.array, *, rounded: bool) -> mx.array:
+    """sum_h w_h relu(q_h . key) of q after `rope` and, if `rounded`, `round_index` (model 8).
+
+    q [N, Hi, Di] float32, as wq_b gives it; rotation [N, R / 2] complex64; w [N, Hi], keys
+    [C, Di] float32, rounded before; ready [N] int32: how many entries each row may see
+    -> [N, C] float32, minus infinity at and past a row's `ready`. The kernel takes up to FEW
+    rows, 128 heads, and Di of 32 to 256.
+    """
+    N, Hi, Di = q.shape
+    if not metal.enabled() or N > FEW or Di not in WIDTHS or Hi > 128:
+        return index_scores_reference(q, rotation, w, keys, ready, rounded=rounded)
+    C = keys.shape[0]
+    simdgroups = -(-Hi // _HEADS)
+    (scores,) = _kernel(
+        q,
+        rotation.view(mx.float32),
+        w,
+        keys,
+        ready,
+        template={
+            "HI": Hi,
+            "C": Di // 32,
+            "R": 2 * rotation.shape[1],
+            "ROUNDED": rounded,
+            "SIMDGROUPS": simdgroups,
+        },
+        grid=(32 * simdgroups, min(-(-C // _ENTRIES), _STRETCHES), N),
+        group=(32 * simdgroups, 1, 1),
+        shapes=[(N, C)],
+        dtypes=[mx.float32],
+    )
+    return scores
+
+
+def index_scores_reference(q, rotation, w, keys, ready, *, rounded: bool):
+    def one(q, rotation, w, ready):
+        q = rope(q, rotation)
+        scores = weigh(round_index(q) if rounded else q, w, keys)
+        return mx.where(mx.arange(keys.shape[0]) < ready[:, None], scores, -mx.inf)
+
+    return each_row(one, q, rotation, w, ready)
+
+
+def weigh(q: mx.array, w: mx.array, keys: mx.array) -> mx.array:
+    """sum_h w_h relu(q_h . key) of finished queries, [N, C] float32."""
+    products = mx.maximum(q @ keys.T, 0.0)  # [N, Hi, C]
+    return (w[:, None] @ products).squeeze(1)

@@ -1,0 +1,168 @@
+"""From an attention layer's products to what attention reads: the low-rank query, the rows that
+the ring keeps, and the compressed entries of the windows that close."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..packed import Matrix
+from ..rows import FEW
+from . import metal
+from .embed import embed
+from .pool import pool
+from .rms_norm import rms_norm
+from .rope import rope
+from .round_kv import round_kv
+
+
+class Pool(NamedTuple):
+    """A compressor's share of a block of N tokens; ratio 4 pools overlapping windows (model 7)."""
+
+    c: mx.array  # [N, width] float32, width = d, or 2 d for ratio 4
+    s: mx.array  # [N, width], scores
+    ape: Matrix  # [ratio, width], what a token's place in its window adds to them
+    norm: mx.array  # [d]
+    turns: mx.array | None  # complex64 [n, R / 2] of the n windows that close; None: none does
+    ratio: int
+    rounded: bool  # entries go through fp8
+
+
+def latents(
+    q: mx.array,
+    kv: mx.array,
+    q_norm: mx.array,
+    kv_norm: mx.array,
+    turns: mx.array,
+    pools: Sequence[Pool],
+    ring,
+    position: int | mx.array,
+    *,
+    rounded: bool,
+    eps: float,
+) -> tuple[mx.array, mx.array, list[mx.array]]:
+    """The products of N rows -> qr [N, Rq], rows [N, W], entries [n, d] of each closing pool.
+
+    q [N, Rq], kv [N, Dh] float32; turns complex64 [N, R / 2] (model 5, 6, 7, 15). A row of the
+    `ring` (a cache.Ring of rows [., W]) is kv, normed, rotated and, where `rounded`, through
+    fp8; then c and s + ape of each pool. `position` is the first row's, and an int where the
+    reference is taken. The kernel takes up to FEW rows.
+    """
+    if not metal.enabled() or q.shape[0] > FEW:
+        return latents_reference(
+            q, kv, q_norm, kv_norm, turns, pools, ring, position, rounded=rounded, eps=eps
+        )
+    N, Dh = kv.shape
+    W = Dh + sum(2 * p.c.shape[1] for p in pools)
+    closing = [p for p in pools if p.turns is not None]
+    closed = closing[0].turns.shape[0] if closing else 0
+    inputs = [q, kv, q_norm, kv_norm, _pairs(turns), metal.scalar(position)]
+    template = {"Q": q.shape[1], "DH": Dh, "R": 2 * turns.shape[-1], "W": W, "CLOSED": closed}
+    for p in pools:
+        ape = p.ape if isinstance(p.ape, mx.array) else embed(mx.arange(p.ratio), p.ape)
+        inputs += [p.c, p.s, ape, *([p.norm, _pairs(p.turns)] if p.turns is not None else [])]
+    shapes = [q.shape, (N, W), *((closed, p.norm.shape[0]) for p in closing)]
+    kinds = tuple((p.ratio, p.norm.shape[0], p.rounded, p.turns is not None) for p in pools)
+    qr, rows, *entries = _kernel(kinds, rounded, eps)(
+        *inputs,
+        *([ring.rows] if pools else []),
+        template=template,
+        grid=(256, (2 + len(pools)) * N + closed * len(closing), 1),
+        group=(256, 1, 1),
+        shapes=shapes,
+        dtypes=[mx.float32] * len(shapes),
+    )
+    return qr, rows, entries
+
+
+def latents_reference(q, kv, q_norm, kv_norm, turns, pools, ring, position, *, rounded, eps):
+    kv = rope(rms_norm(kv, kv_norm, eps), turns)
+    R = 2 * turns.shape[-1]
+    rows = [round_kv(kv, R) if rounded else kv]
+    entries, at = [], kv.shape[1]
+    for p in pools:
+        s = p.s + embed((position + mx.arange(len(p.s))) % p.ratio, p.ape)
+        rows += [p.c, s]
+        if p.turns is not None:
+            pooled = pool(*_candidates(p, s, ring, at, position))
+            entry = rope(rms_norm(pooled, p.norm, eps), p.turns)
+            entries.append(round_kv(entry, R) if p.rounded else entry)
+        at += 2 * s.shape[1]
+    rows = mx.concatenate(rows, axis=1) if pools else rows[0]
+    return rms_norm(q, q_norm, eps), rows, entries
+
+
+def _candidates(p: Pool, s, ring, at: int, position: int) -> tuple[mx.array, mx.array]:
+    """Values and scores [n, M, d] of the n windows that close; at: the ring's column of c."""
+    width, n, first = s.shape[1], p.turns.shape[0], position // p.ratio
+    start = max(0, first - (p.ratio == 4)) * p.ratio
+    c = p.c
+    if start < position:
+        old = ring.read(start, position)
+        c = mx.concatenate([old[:, at : at + width], c])
+        s = mx.concatenate([old[:, at + width : at + 2 * width], s])
+    stop = (first + n) * p.ratio - start
+    if p.ratio == 4:
+        return _overlap(c[:stop], 0.0, first, n), _overlap(s[:stop], -mx.inf, first, n)
+    return c[:stop].reshape(n, p.ratio, width), s[:stop].reshape(n, p.ratio, width)
+
+
+def _overlap(rows: mx.array, missing: float, first: int, n: int) -> mx.array:
+    """Candidates of n windows of 4: `a` halves of the window before, `b` halves of its own.
+
+    rows [4 (n + 1), 2 d] from the window before `first` on (it is missing when first = 0)
+    -> [n, 8, d].
+    """
+    d = rows.shape[-1] // 2
+    if first == 0:
+        rows = mx.concatenate([mx.full((4, 2 * d), missing), rows])
+    windows = rows.reshape(n + 1, 4, 2 * d)
+    return mx.concatenate([windows[:-1, :, :d], windows[1:, :, d:]], axis=1)
+
+
+def _pairs(turns: mx.array) -> mx.array:
+    return turns.view(mx.float32)
+
+
+@cache
+def _kernel(kinds: tuple[tuple[int, int, bool, bool], ...], rounded: bool, eps: float):
+    """kinds: of each pool the ratio, d, whether it is rounded, and whether a window closes."""
+    inputs, outputs = ["q", "kv", "q_norm", "kv_norm", "turns", "position"], ["qr", "rows"]
+    column, keeps, closes, windows = "DH", "", "", ""
+    for i, (ratio, d, pool_rounded, closing) in enumerate(kinds):
+        inputs += [f"c{i}", f"s{i}", f"ape{i}", *([f"norm{i}", f"turns{i}"] if closing else [])]
+        width = 2 * d if ratio == 4 else d
+        windows += f"""latents_window window{i} = {{ring + {column}, c{i}, s{i}, int(ring_shape[0]),
+    W, {width}, {ratio}, position, int(position) / {ratio} + int(at)}};
+"""
+        made = f"latents_made(window{i}, ape{i})"
+        keeps += f"""}} else if (y < {3 + i} * N) {{
+  latents_keep({made}, n, rows + n * W + {column}, thread_index_in_threadgroup);
+"""
+        if closing:
+            outputs.append(f"entries{i}")
+            closes += f"""}} else if (at < {len(outputs) - 2} * CLOSED) {{
+  window{i}.window -= {len(outputs) - 3} * CLOSED;
+  at -= {len(outputs) - 3} * CLOSED;
+  latents_row<{d}, R, {str(pool_rounded).lower()}>({made}, norm{i}, turns{i} + at * R,
+      entries{i} + at * {d}, sums, {eps}f, sg, lane);
+"""
+        column += f" + 2 * {width}"
+    return metal.Kernel(
+        "latents",
+        inputs=inputs + (["ring"] if kinds else []),
+        outputs=outputs,
+        call=f"""threadgroup float sums[8];
+uint y = threadgroup_position_in_grid.y, N = kv_shape[0], n = y % N;
+uint at = y - {2 + len(kinds)} * N;
+uint sg = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
+{windows}if (y < N) {{
+  latents_product product = {{q + n * Q}};
+  latents_row<Q, 0, false>(product, q_norm, turns, qr + n * Q, sums, {eps}f, sg, lane);
+}} else if (y < 2 * N) {{
+  latents_product product = {{kv + n * DH}};
+  latents_row<DH, R, {str(rounded).lower()}>(product, kv_norm, turns + n * R, rows + n * W, sums,
+      {eps}f, sg, lane);
+{keeps}{closes}}}""",
+    )

@@ -1,0 +1,152 @@
+// From an attention layer's products to what attention reads: a row of D
+// channels is normalised, out = norm * v / sqrt(mean(v^2) + eps), its last R
+// channels are rotated in adjacent pairs, and where ROUNDED the others go
+// through fp8 as in round_kv. The row is a product (the low-rank query, the
+// key row), or a window of RATIO tokens pooled over its candidates m,
+//   v[d] = sum_m c[m, d] exp(s[m, d] - top) / sum_m exp(s[m, d] - top).
+// For ratio 4 these are the first halves of the rows before the window and the
+// second halves of its own.
+//
+// A threadgroup owns a row; a simdgroup every eighth block of 64 channels, a
+// lane two of each. All float. Squares are summed over a lane's channels, then
+// the simdgroup, then simdgroups upwards; candidates upwards.
+#include "round_kv.metal"
+
+struct latents_product {
+  const device float* row;  // [D]
+};
+
+METAL_FUNC float latents_channel(latents_product from, uint d) {
+  return from.row[d];
+}
+
+// Rows [c | s] of an open window: of tokens before the block from the ring, of
+// the block itself from the products.
+struct latents_window {
+  const device float* ring;  // [CAP, STRIDE], its columns from c on
+  const device float* c;     // [N, WIDTH]
+  const device float* s;     // [N, WIDTH], without ape
+  int CAP;
+  int STRIDE;
+  int WIDTH;
+  int RATIO;
+  int position;  // of the block's first token
+  int window;
+};
+
+template <typename A>
+struct latents_pool {
+  latents_window rows;
+  A ape;  // [RATIO, WIDTH]
+};
+
+template <typename A>
+METAL_FUNC latents_pool<A> latents_made(latents_window rows, A ape) {
+  return {rows, ape};
+}
+
+template <typename A>
+METAL_FUNC float2 latents_candidate(latents_pool<A> from, int t, uint d) {
+  latents_window w = from.rows;
+  if (t < w.position) {
+    const device float* row = w.ring + ulong(t % w.CAP) * w.STRIDE;
+    return float2(row[d], row[w.WIDTH + d]);
+  }
+  uint at = (t - w.position) * w.WIDTH + d;
+  return float2(w.c[at], w.s[at] + float(from.ape[t % w.RATIO * w.WIDTH + d]));
+}
+
+template <typename A>
+METAL_FUNC float latents_channel(latents_pool<A> from, uint d) {
+  latents_window w = from.rows;
+  bool overlaps = w.RATIO == 4;
+  int own = w.window * w.RATIO;
+  int first = overlaps && own > 0 ? own - w.RATIO : own;
+  uint half_width = overlaps ? w.WIDTH / 2 : 0;
+  float top = -INFINITY;
+  for (int t = first; t < own + w.RATIO; t++) {
+    uint column = t < own ? d : half_width + d;
+    top = max(top, latents_candidate(from, t, column).y);
+  }
+  float sum = 0;
+  float total = 0;
+  for (int t = first; t < own + w.RATIO; t++) {
+    uint column = t < own ? d : half_width + d;
+    float2 candidate = latents_candidate(from, t, column);
+    float weight = exp(candidate.y - top);
+    sum += weight * candidate.x;
+    total += weight;
+  }
+  return sum / total;
+}
+
+template <int D, int R, bool ROUNDED, typename S, typename W, typename T>
+METAL_FUNC void latents_row(
+    S from,
+    W norm,                   // [D]
+    T turn,                   // [R / 2] pairs: cosine, sine; R = 0: not rotated
+    device float* out,        // [D]
+    threadgroup float* sums,  // [8]
+    float eps,
+    uint sg,
+    uint lane) {
+  constexpr int BLOCKS = (D + 511) / 512;
+  float2 v[BLOCKS];
+  float squares = 0;
+  for (int b = 0; b < BLOCKS; b++) {
+    uint d = 64 * (8 * b + sg) + lane;
+    v[b].x = d < D ? latents_channel(from, d) : 0;
+    v[b].y = d + 32 < D ? latents_channel(from, d + 32) : 0;
+    squares += v[b].x * v[b].x;
+    squares += v[b].y * v[b].y;
+  }
+  squares = simd_sum(squares);
+  if (lane == 0) {
+    sums[sg] = squares;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  squares = 0;
+  for (uint s = 0; s < 8; s++) {
+    squares += sums[s];
+  }
+  float scale = rsqrt(squares / D + eps);
+  for (int b = 0; b < BLOCKS; b++) {
+    uint first = 64 * (8 * b + sg);
+    for (int i = 0; i < 2; i++) {
+      uint d = first + 32 * i + lane;
+      float own = v[b][i] * scale * (d < D ? float(norm[d]) : 0);
+      float other = simd_shuffle_xor(own, 1);
+      if (R > 0 && d >= D - R && d < D) {
+        uint r = d - (D - R);
+        float cosine = turn[r / 2 * 2];
+        float sine = turn[r / 2 * 2 + 1];
+        own = own * cosine + other * (r % 2 == 1 ? sine : -sine);
+      }
+      v[b][i] = own;
+    }
+    if (ROUNDED && first < D - R) {
+      v[b] = round_block(v[b]);
+    }
+    for (int i = 0; i < 2; i++) {
+      uint d = first + 32 * i + lane;
+      if (d < D) {
+        out[d] = v[b][i];
+      }
+    }
+  }
+}
+
+// The columns [c | s] of one of the block's rows, which the ring keeps.
+template <typename A>
+METAL_FUNC void latents_keep(
+    latents_pool<A> from,
+    uint n,
+    device float* out,  // [2 * WIDTH]
+    uint tid) {
+  latents_window w = from.rows;
+  for (int d = tid; d < w.WIDTH; d += 256) {
+    float2 kept = latents_candidate(from, w.position + n, d);
+    out[d] = kept.x;
+    out[w.WIDTH + d] = kept.y;
+  }
+}
