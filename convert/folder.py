@@ -1,5 +1,6 @@
 """Tensors of a folder of safetensors under the official names, the experts of a layer stacked."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import FileError
+from .blocks import LAYOUTS
+from .gguf import some
+from .plan import Plane, planes_of
 from .safetensors import Entry, read_safetensors
 
 
@@ -32,6 +36,68 @@ class FolderTensor:
         """The bytes, uint8 [rows, row bytes]."""
         raws = [part.raw for part in self.parts]
         return np.concatenate(raws) if len(raws) > 1 else np.array(raws[0])
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a converted folder, not yet read: its planes, as `repack` makes them."""
+
+    name: str
+    type: str  # ggml's name
+    shape: tuple[int, ...]
+    paths: dict[str, Path]  # of each plane
+
+    @property
+    def nbytes(self) -> int:
+        layout = LAYOUTS[self.type]
+        return math.prod(self.shape) // layout.elements * layout.bytes
+
+    @property
+    def place(self) -> str:
+        """Tensors at the same place are the same bytes."""
+        return self.name
+
+
+def stored_tensors(folder: Path, described: dict) -> dict[str, StoredTensor]:
+    """The tensors of a folder that `convert` has written, by official name; `described` is
+    their part of `config.json`: name -> {"type": ggml's, "shape": outermost first}.
+
+    Raises FileError for damaged files and for every plane that is missing or of another shape.
+    """
+    entries = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        entries |= {key: (path, entry) for key, entry in read_safetensors(path).items()}
+    tensors, problems = {}, []
+    for name, given in described.items():
+        planes = _described(name, given)
+        if planes is None:
+            problems.append(f"{name} cannot be {given!r:.80}")
+            continue
+        found = [entries.pop(p.key, None) for p in planes.values()]
+        for plane, there in zip(planes.values(), found, strict=True):
+            kind, shape = there[1][:2] if there else ("missing", ())
+            if (kind, shape) != (plane.dtype, plane.shape):
+                problems.append(
+                    f"{plane.key} is {kind} {list(shape)}, wanted {plane.dtype} {list(plane.shape)}"
+                )
+        paths = {plane: there[0] for plane, there in zip(planes, found, strict=True) if there}
+        tensors[name] = StoredTensor(name, given["type"], tuple(given["shape"]), paths)
+    problems += [f"{path.name} holds {key}, unexpected" for key, (path, _) in entries.items()]
+    if problems:
+        raise FileError(f"{folder}: {len(problems)} problems with its tensors: {some(problems)}")
+    return tensors
+
+
+def _described(name: str, given) -> dict[str, Plane] | None:
+    """The planes of a tensor as config.json describes it; None if it can be none."""
+    if not isinstance(given, dict) or given.get("type") not in list(LAYOUTS):
+        return None
+    shape = given.get("shape")
+    if not (isinstance(shape, list) and shape and all(type(n) is int and n > 0 for n in shape)):
+        return None
+    if shape[-1] % LAYOUTS[given["type"]].elements:
+        return None
+    return planes_of(given["type"], name, tuple(shape))
 
 
 def folder_tensors(paths: Iterable[Path]) -> dict[str, FolderTensor]:

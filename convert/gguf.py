@@ -126,7 +126,11 @@ class GGUF:
     metadata: Metadata
     tensors: dict[str, Tensor]
     nbytes: int  # of all files together
-    shards: int = 1
+    parts: tuple[Path, ...]  # the files, as they were named or found
+
+    @property
+    def shards(self) -> int:
+        return len(self.parts)
 
     def __repr__(self) -> str:
         return f"GGUF({self.path.name[-80:]!r}, {len(self.tensors)} tensors, {self.nbytes} bytes)"
@@ -200,7 +204,8 @@ def _joined(given: Path, shards: list[GGUF]) -> GGUF:
     if problems:
         raise FileError(f"{given.parent}: the shards do not make a set: {some(problems)}")
     nbytes = sum(s.nbytes for s in shards)
-    return GGUF(first.path, given, first.metadata, tensors, nbytes, len(shards))
+    parts = tuple(s.given for s in shards)
+    return GGUF(first.path, given, first.metadata, tensors, nbytes, parts)
 
 
 # One file -----------------------------------------------------------------------------------
@@ -218,7 +223,7 @@ def _open_one(given: Path) -> GGUF:
             raise UsageError(f"{path}: not a regular file")
         with open(path, "rb") as file:
             if (head := file.read(512))[:4] != b"GGUF":
-                raise UsageError(f"{path}: {_foreign(head)}")
+                raise UsageError(f"{path}: {foreign(head)}")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse(given, path, data)
     except OSError as error:
@@ -236,7 +241,7 @@ def _folder(path: Path) -> str:
     return f"{path}: a folder; name one of its files: {listed}"
 
 
-def _foreign(head: bytes) -> str:
+def foreign(head: bytes) -> str:
     """What a file that is no GGUF is, and what to do."""
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if not head:
@@ -396,7 +401,7 @@ def _parse(given: Path, path: Path, data: mmap.mmap) -> GGUF:
         read.fail(f"general.alignment is {alignment!r:.60}, wanted a power of two")
     tensors = _tensors(path, infos, alignment, read.at + -read.at % alignment)
     _check_extent(path, tensors, alignment, read.at, len(data))
-    return GGUF(path, given, Metadata(path, values), tensors, len(data))
+    return GGUF(path, given, Metadata(path, values), tensors, len(data), (given,))
 
 
 def _tensor_info(read: _Reader, i: int) -> tuple[str, tuple[int, ...], int, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import FileError
-from .folder import FolderTensor
+from .folder import FolderTensor, StoredTensor
 from .gguf import GGUF, Tensor, some
 from .names import by_official_name, draft_name, gguf_name, layer_of, spare_layers, target_name
 
@@ -31,7 +31,7 @@ def check_target(gguf: GGUF, config: dict) -> dict[str, Tensor]:
     return _target_tensors(gguf.path, config, *by_official_name(own, target_name))
 
 
-def check_folder(path: Path, tensors: dict[str, FolderTensor], config: dict) -> dict:
+def check_folder(path: Path, tensors: dict[str, FolderTensor | StoredTensor], config: dict) -> dict:
     """The same of a folder of safetensors, whose names are the official ones already."""
     own = {n: t for n, t in tensors.items() if not n.startswith("mtp.")}
     return _target_tensors(path, config, own, [])
@@ -66,7 +66,7 @@ def check_draft(gguf: GGUF, draft: dict, target: dict) -> dict[str, Tensor]:
 
 
 def check_draft_folder(
-    path: Path, tensors: dict[str, FolderTensor], draft: dict, target: dict
+    path: Path, tensors: dict[str, FolderTensor | StoredTensor], draft: dict, target: dict
 ) -> dict:
     """The same of a folder of safetensors, whose names are the official ones already."""
     own = {n: t for n, t in tensors.items() if n.startswith("mtp.")}

@@ -39,6 +39,8 @@ def repack(type: str, raw: np.ndarray) -> dict[str, np.ndarray]:
             field, part = _field(blocks[rows], name), plane[rows]
             if name in LAYOUTS[type].codes:
                 part.view(np.uint8).reshape(field.shape)[:] = _sequence(type, name, field)
+            elif name == "grid":  # four bytes at once
+                part.view(np.uint32).reshape(field.shape[:-1])[:] = field.view("<u4")[..., 0]
             else:
                 part.reshape(field.shape)[:] = field
     return planes

@@ -51,7 +51,7 @@ def read_safetensors(path) -> dict[str, Entry]:
         raise FileError(f"{path}: header of {length} bytes, but the file has {size}")
     try:
         header = json.loads(bytes(data[8 : 8 + length]))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: the header is not JSON ({error})") from None
     if not isinstance(header, dict):
         raise FileError(f"{path}: the header is not a JSON object")

@@ -1,8 +1,9 @@
 """The Python API: load a model, generate text, or drive it row by row."""
 
+import re
 import resource
-import sys
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from . import dspark as asked
+from . import preflight
 from .cache import Cache
 from .chat import render
 from .config import TargetConfig
@@ -24,9 +26,9 @@ from .schedule import Schedule
 from .target import Target
 from .tokenizer import Tokenizer
 from .weights import Progress
+from .wired import Wired
 
 CHUNK = 512  # tokens of prefill at a time
-CTX = 32768  # default context, where the model has as many positions
 CHAT_TOKENS, COMPLETION_TOKENS = 50_000, 256  # default limits of a reply
 
 
@@ -35,6 +37,8 @@ def load(
     *,
     mtp: str | Path | None = None,
     rounding: bool = True,
+    ctx: int | None = None,
+    force: bool = False,
     progress: Progress | None = None,
 ) -> "Model":
     """The model of a GGUF file (any shard of a split one) or of a folder with `config.json`.
@@ -45,12 +49,14 @@ def load(
     `rounding=False` leaves out the simulated fp8/fp4 rounding of keys, values and index (for
     comparison with implementations that have none). `progress(stage, done, total)` is called
     while bytes arrive. Raises UsageError for a path that cannot be meant, FileError for a file
-    that is damaged, not complete or a draft that does not fit.
+    that is damaged, not complete or a draft that does not fit, and, before a weight is read,
+    Ds4Error for a model that does not fit into memory with a context of `ctx` tokens (default
+    32,768 or the model's limit); `force` loads it all the same.
 
     >>> model = ds4mlx.load()
     >>> print(model.generate("def fibonacci(n):", tokens=40).text)
     """
-    files = load_files(path, mtp, progress)
+    files = load_files(path, mtp, progress, ctx, force)
     config = TargetConfig.from_dict(files.config, source=files.name).rounded(rounding)
     if files.draft is None:
         return Model(Target(config, files.weights), files.tokenizer, files)
@@ -71,6 +77,10 @@ class Model:
         self.name, self.release, self.chat = files.name, files.release, files.chat
         self._files = files.draft
         self._warnings = [files.draft.warning] if draft and files.draft.warning else []
+        self._plan, self._ctx = files.plan, files.ctx
+        self._risks, self._forced = [files.risk] if files.risk else [], files.risk is not None
+        self._wired = Wired(files.plan(files.ctx).total, preflight.device())
+        self._unwire = weakref.finalize(self, self._wired.release)
         self._schedule = draft and Schedule(draft.config.dspark_block_size)
 
     def generate(
@@ -98,7 +108,7 @@ class Model:
         """A lazy reply to `prompt`: the user's text, or a list of messages (role, content).
 
         tokens: most tokens to generate (default 50,000; 256 for a completion model). ctx: tokens
-        of prompt and reply together (default 32,768 or the model's limit). temp 0 is greedy;
+        of prompt and reply together (default: that of `load`). temp 0 is greedy;
         otherwise top_p, min_p and seed apply. think: "off", "low", "high" or "max"; release:
         "preview" or "0731", where the file does not tell. raw: the text's tokens and nothing else
         (no begin token, no roles); a model without chat roles completes the text after a begin
@@ -120,9 +130,9 @@ class Model:
             exact_sampling=exact_sampling,
             temp=temp,
         )
-        notes = []
-        ids, parser = self._prompt(prompt, system, think, release, raw, notes)
         ctx = self._context(ctx)
+        notes, self._risks = self._risks, []
+        ids, parser = self._prompt(prompt, system, think, release, raw, notes)
         if len(ids) >= ctx:
             raise UsageError(
                 f"the prompt has {len(ids)} tokens, wanted fewer than the context of {ctx}"
@@ -140,6 +150,11 @@ class Model:
             progress=progress,
             notes=notes,
             drafting=self._drafting(confidence, dspark_schedule, notes),
+            memory={
+                "planned_bytes": self._plan(ctx).total,
+                "wired_requested_bytes": self._wired.requested,
+                "wired_bytes": self._wired.granted,
+            },
         )
 
     def _drafting(self, confidence: float | None, schedule: bool, notes: list[str]) -> dict | None:
@@ -193,16 +208,24 @@ class Model:
         return Session(self._open(), self._context(ctx), self._draft)
 
     def _context(self, ctx: int | None) -> int:
-        """The context that was asked for, or the default. Memory is taken for all of it at once."""
-        most = self.config.max_position_embeddings
-        if ctx is not None and ctx > most:
-            raise UsageError(f"ctx is {ctx}, wanted at most the model's {most} positions")
-        return ctx or min(CTX, most)
+        """The context that was asked for, or that of `load`. Memory is taken for all of it at once.
+
+        Raises UsageError beyond the model's, Ds4Error if memory is too small for more than `load`
+        was asked for.
+        """
+        ctx = preflight.context(ctx or self._ctx, self.config.max_position_embeddings)
+        if ctx > self._ctx:
+            # The weights are there already, and no longer free.
+            more = lambda n: replace(self._plan(n), weights=0, draft=0)  # noqa: E731
+            risk = preflight.require(self.name, more, ctx, preflight.device(), self._forced)
+            self._risks += [risk] if risk else []
+        return ctx
 
     def close(self):
         """Free the weights. Replies and sessions that are still held keep them alive."""
         self._target = self._draft = None
         mx.clear_cache()
+        self._unwire()
 
     def _open(self) -> Target:
         if self._target is None:
@@ -310,6 +333,7 @@ class Reply:
         progress,
         notes,
         drafting=None,
+        memory=None,
     ):
         self.notes = notes  # what the user should know about how the prompt was made
         self._pieces, self._tokens, self._reason = [], [], None
@@ -321,6 +345,7 @@ class Reply:
             "generate_seconds": 0.0,
             "seed": sampler.seed,
             "ctx": ctx,
+            **(memory or {}),
         }
         self._report = drafting and drafting["report"]
         self._run = self._generate(
@@ -443,8 +468,10 @@ def peak_bytes() -> int:
     """The most memory in use so far: MLX's own count on a GPU, else the process's."""
     if mx.default_device() == mx.gpu:
         return mx.get_peak_memory()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    # Linux counts in ru_maxrss what the process had that started this one.
+    if (linux := Path("/proc/self/status")).exists():
+        return int(re.search(r"VmHWM:\s+(\d+) kB", linux.read_text())[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _check_ranges(**values):

@@ -115,8 +115,8 @@ MODEL = Flag(
 MTP = Flag(
     ("--mtp", "--mtp-model"),
     "mtp",
-    "a DSpark draft: a GGUF, a folder with config.json and draft*.safetensors, or `embedded`, "
-    "the draft of the small model",
+    "a DSpark draft: a GGUF, a folder that convert wrote or with draft*.safetensors, or "
+    "`embedded`, the draft of the small model",
     FILE,
 )
 CONFIDENCE = Flag(
@@ -133,6 +133,7 @@ SCHEDULE = Flag(
     ON_OFF,
     default="on",
 )
+FORCE = Flag(("--force",), "force", "load a model that does not fit into memory all the same")
 JSON = Flag(("--json",), "as_json", "print one JSON object")
 DEBUG = Flag(("--debug",), "debug", "show the trace of an error")
 
@@ -216,6 +217,7 @@ VERBS = {
                 "exact_sampling",
                 "allow drafts with --temp above 0: the text is that of the seed without them",
             ),
+            FORCE,
             Flag(("--stats",), "stats", "write the statistics as JSON", FILE),
             JSON,
             DEBUG,
@@ -240,6 +242,7 @@ VERBS = {
             MODEL,
             Flag(("-n", "--tokens"), "tokens", "tokens to generate", _whole(1), default=128),
             Flag(("--runs",), "runs", "repetitions of each figure", _whole(1), default=5),
+            FORCE,
             DEBUG,
         ),
     ),
@@ -251,6 +254,7 @@ VERBS = {
             MTP._replace(help="the draft (default: `embedded`, which fits the small model)"),
             Flag(("-n", "--tokens"), "tokens", "tokens to generate", _whole(1), default=64),
             CONFIDENCE._replace(help="what a draft needs to be verified", default=0.0),
+            FORCE,
             Flag(
                 ("--receipt",),
                 "receipt",
@@ -273,10 +277,58 @@ VERBS = {
             Flag(("--runs",), "runs", "repetitions of each prompt", _whole(1), default=5),
             CONFIDENCE._replace(help="what a draft needs to be verified"),
             SCHEDULE,
+            FORCE,
             Flag(("--csv",), "csv", "print comma-separated values"),
             DEBUG,
         ),
         "prompts",
+        many=True,
+    ),
+    "convert": Verb(
+        "write a GGUF as an MLX folder with a receipt, check such a folder, or make the GGUF again",
+        "IN.gguf OUT/ | --verify OUT/ [IN.gguf] | --reverse OUT/ OUT.gguf",
+        (
+            Flag(
+                ("--verify",),
+                "action",
+                "compare a folder, and the GGUF if it is given, with the receipt",
+                value="verify",
+            ),
+            Flag(
+                ("--reverse",),
+                "action",
+                "write the GGUF that a folder was made of, byte for byte",
+                value="reverse",
+            ),
+            Flag(("--overwrite",), "overwrite", "replace a model or a file that is there"),
+            DEBUG,
+        ),
+        "paths",
+        many=True,
+    ),
+    "download": Verb(
+        "fetch an official model file, whole and checked (Hugging Face's HF_* variables apply)",
+        "TARGET [--dir DIR] | --list | --check FILE",
+        (
+            Flag(("--list",), "listed", "list the targets with sizes and the memory they need"),
+            Flag(
+                ("--dir",), "folder", "where the file goes", FILE._replace(label="DIR"), "", "gguf"
+            ),
+            Flag(
+                ("--check",),
+                "file",
+                "compare a file that came from elsewhere with the official one of its name or size",
+                FILE,
+            ),
+            DEBUG,
+        ),
+        "target",
+    ),
+    "doctor": Verb(
+        "say what this machine has, and whether models would fit, without loading them",
+        "[FLAGS] [FILE ...]",
+        (DEBUG,),
+        "files",
         many=True,
     ),
 }
@@ -314,7 +366,7 @@ def parse(words: list[str]) -> tuple[str, dict]:
         if verb.free in options:
             what = f"both {sources[verb.free]} and the argument {free[0]!r:.60} are given"
             raise UsageError(f"{what}, wanted one {verb.free}")
-        kind = FILE if verb.free == "model" else TEXT
+        kind = FILE if verb.free in ("model", "paths") else TEXT
         values = [_value(f"the {verb.free}", kind, text) for text in free]
         options[verb.free] = values if verb.many else values[0]
     options.pop("debug", None)
@@ -418,7 +470,7 @@ def help_text(name: str | None = None) -> str:
             f"  ds4mlx VERB [FLAGS] ...\n\n{verbs}\n\n"
             "ds4mlx VERB --help lists the flags of a verb; ds4mlx --version tells the version.\n"
             "Exit status: 0, 1 a file or a run failed, 2 bad usage, 130 Ctrl-C, 141 closed pipe.\n"
-            "No environment variable is read."
+            "No environment variable is read, but for Hugging Face's own by download."
         )
     verb = VERBS[name]
     lines = [f"ds4mlx {name}: {verb.help}", "", f"  ds4mlx {name} {verb.usage}", ""]

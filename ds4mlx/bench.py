@@ -16,7 +16,9 @@ from .errors import Ds4Error
 PROMPT = "def fibonacci(n):\n"
 
 
-def rows(model: str | None = None, *, tokens: int = 128, runs: int = 5) -> Iterator[str]:
+def rows(
+    model: str | None = None, *, tokens: int = 128, runs: int = 5, force: bool = False
+) -> Iterator[str]:
     """Lines of a table: time from start to first token, and decoding speed.
 
     The first token is timed from the start of a fresh process that runs `ds4mlx generate`, the
@@ -28,9 +30,9 @@ def rows(model: str | None = None, *, tokens: int = 128, runs: int = 5) -> Itera
     yield f"prompt: {PROMPT!r}, {tokens} tokens, median (range) of {runs} runs"
     yield "| figure | median | range | command |"
     yield "| --- | --- | --- | --- |"
-    first, command = first_token_seconds(model, runs)
+    first, command = first_token_seconds(model, runs, force)
     yield _row("start to first token, s", first, 2, command)
-    speeds = decode_speeds(model, tokens, runs)
+    speeds = decode_speeds(model, tokens, runs, force)
     yield _row("decode, tokens/s", speeds, 1, " ".join(["ds4mlx bench", *_flag(model)]))
 
 
@@ -43,6 +45,7 @@ def dspark_rows(
     runs: int = 5,
     dspark_confidence: float = 0.7,
     dspark_schedule: bool = True,
+    force: bool = False,
     csv: bool = False,
 ) -> Iterator[str]:
     """Lines of a table: decoding speed with drafts and without, alternately, prompt by prompt.
@@ -63,7 +66,7 @@ def dspark_rows(
     if not csv:
         yield _cells(["---"] * len(names), csv)
     settings = {"dspark_confidence": dspark_confidence, "dspark_schedule": dspark_schedule}
-    with load(model, mtp=mtp) as loaded:
+    with load(model, mtp=mtp, force=force) as loaded:
         for prompt in prompts or PROMPTS:
             strict, drafted = [], []
             for _ in range(runs + 1):
@@ -101,9 +104,10 @@ def _cells(cells, csv: bool) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def first_token_seconds(model: str | None, runs: int) -> tuple[list[float], str]:
+def first_token_seconds(model: str | None, runs: int, force: bool) -> tuple[list[float], str]:
     """Seconds from starting a process to its first token, `runs` times, and its command."""
-    words = ["generate", *_flag(model), "-n", "1", f"--prompt={PROMPT}"]
+    forced = ["--force"] if force else []
+    words = ["generate", *_flag(model), *forced, "-n", "1", f"--prompt={PROMPT}"]
     seconds = []
     for _ in range(runs + 1):
         start = time.perf_counter()
@@ -112,11 +116,11 @@ def first_token_seconds(model: str | None, runs: int) -> tuple[list[float], str]
     return seconds[1:], " ".join(["ds4mlx", *words[:-1], repr(PROMPT)])
 
 
-def decode_speeds(model: str | None, tokens: int, runs: int) -> list[float]:
+def decode_speeds(model: str | None, tokens: int, runs: int, force: bool) -> list[float]:
     """Tokens per second of greedy decoding, `runs` times after one that is not counted."""
     from .api import load
 
-    with load(model) as loaded:
+    with load(model, force=force) as loaded:
         replies = [loaded.generate(PROMPT, tokens=tokens) for _ in range(runs + 1)]
         counted = [(len(reply.tokens), reply.stats) for reply in replies][1:]
     return [n / stats["generate_seconds"] for n, stats in counted]

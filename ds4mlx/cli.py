@@ -67,7 +67,7 @@ def _show(texts: Iterator[str]):
 
 
 def generate(
-    prompt=None, model=None, mtp=None, stats=None, as_json=False, **options
+    prompt=None, model=None, mtp=None, stats=None, force=False, as_json=False, **options
 ) -> Iterator[str]:
     """Load a model and answer `prompt`; `options` are those of `Model.generate`."""
     asked = ("dspark", "dspark_confidence", "dspark_strict", "exact_sampling", "temp")
@@ -77,7 +77,8 @@ def generate(
     from . import load
 
     with _Watch() as watch:
-        loaded = load(model, mtp=mtp, progress=watch.progress)
+        limits = {"ctx": options.get("ctx"), "force": force}
+        loaded = load(model, mtp=mtp, progress=watch.progress, **limits)
         reply = loaded.generate(prompt, progress=watch.progress, **options)
         for note in reply.notes:
             _say(note)
@@ -130,6 +131,7 @@ def check(
     mtp="embedded",
     tokens=64,
     dspark_confidence=0.0,
+    force=False,
     receipt="ds4mlx-check.json",
 ) -> Iterator[str]:
     """Compare drafted and plain decoding; a difference is a failure of the command."""
@@ -137,7 +139,7 @@ def check(
     from . import load
     from .check import Check, hashes
 
-    with load(model, mtp=mtp) as loaded:
+    with load(model, mtp=mtp, force=force) as loaded:
         run = Check(loaded, prompts, tokens=tokens, confidence=dspark_confidence)
         for line in run:
             yield f"{line}\n"
@@ -147,12 +149,62 @@ def check(
         raise Ds4Error(f"{run.failures} of {len(run.prompts)} prompts differ with drafts")
 
 
+def convert(paths=(), action="convert", overwrite=False) -> Iterator[str]:
+    """Convert a GGUF, or check or undo a conversion; ended early, it goes on when run again."""
+    wanted = {"convert": "IN.gguf OUT/", "verify": "OUT/ [IN.gguf]", "reverse": "OUT/ OUT.gguf"}
+    if not (2 - (action == "verify") <= len(paths) <= 2):
+        raise UsageError(f"{len(paths)} paths are given, wanted {wanted[action]}")
+    if action == "verify" and overwrite:
+        raise UsageError("--verify writes nothing, --overwrite does not belong to it")
+    from .convert.convert import convert
+    from .convert.receipt import reverse, verify
+
+    with _Watch() as watch:
+        if action == "verify":
+            yield f"{verify(*paths, progress=watch.progress)}\n"
+        elif action == "reverse":
+            for path in reverse(*paths, overwrite=overwrite, progress=watch.progress):
+                yield f"{path}\n"
+        else:
+            yield f"{convert(*paths, overwrite=overwrite, progress=watch.progress)}\n"
+
+
+def download(target=None, folder="gguf", file=None, listed=False) -> Iterator[str]:
+    """Fetch an official file, check one that came from elsewhere, or list the targets."""
+    if (target is not None) + (file is not None) + listed != 1:
+        raise UsageError("download does one thing, wanted a target, --list or --check FILE")
+    from .download import check, fetch, lines
+
+    if listed:
+        yield from (f"{line}\n" for line in lines())
+        return
+    with _Watch() as watch:
+        if target is None:
+            found = check(file, watch.progress)
+        else:
+            found = fetch(target, folder, watch.progress)
+    yield f"{found}\n"
+
+
+def doctor(files=()) -> Iterator[str]:
+    """This machine, and whether files would fit on it; a file of no use is a failure."""
+    from .doctor import Doctor
+
+    run = Doctor(files)
+    yield from (f"{line}\n" for line in run)
+    if run.ill:
+        raise Ds4Error(f"{run.ill} of {len(run.paths)} files are of no use")
+
+
 VERBS = {
     "generate": generate,
     "inspect": inspect,
     "bench": bench,
     "bench-dspark": bench_dspark,
     "check": check,
+    "convert": convert,
+    "download": download,
+    "doctor": doctor,
 }
 
 
@@ -269,7 +321,9 @@ class _Watch:
 
             self.clear()
             self._stage = stage
-            self._bar = tqdm(desc=stage, total=total, delay=0.5, leave=False, unit_scale=True)
+            unit = " tokens" if stage == "prefill" else "B"
+            looks = dict(delay=0.5, leave=False, unit_scale=True, unit=unit)
+            self._bar = tqdm(desc=stage, total=total, **looks)
         self._bar.update(done - self._bar.n)
 
     def clear(self):

@@ -5,9 +5,9 @@ from .errors import UsageError
 CONFIDENCE = 0.7  # of a draft that is worth a row
 
 NO_DRAFT = (
-    "dspark needs a draft, wanted --mtp FILE: DeepSeek-V4-Flash-DSpark-support-0731.gguf of "
-    "antirez/deepseek-v4-gguf on Hugging Face fits the 0731 weights; the small model has its "
-    'own, "embedded"'
+    "dspark needs a draft, wanted --mtp FILE: DeepSeek-V4-Flash-DSpark-support-0731.gguf fits the "
+    "0731 weights (ds4mlx download ds4f-dspark fetches it); the small model has its own, "
+    '"embedded"'
 )
 WARM = (
     "dspark decodes greedily and temp is {}: wanted --temp 0, or --exact-sampling to draw as "

@@ -12,6 +12,7 @@ from .convert.gguf import some
 from .errors import FileError, UsageError
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+PAD = "<｜▁pad▁｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 THINK, END_THINK, DSML = "<think>", "</think>", "｜DSML｜"
 
@@ -102,6 +103,39 @@ class Tokenizer:
         if sorted(by_id) != list(range(len(by_id))):
             raise FileError(f"{path}: the token ids are not 0 to {len(by_id) - 1}")
         return cls([by_id[i] for i in range(len(by_id))], pairs, added)
+
+    def to_json(self) -> dict:
+        """What `from_json` reads, as a Hugging Face tokenizer.json has it."""
+        plain = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
+        # As in the official file, the tokens of roles and markup are not "special".
+        added = [
+            {"id": i, "content": text, **plain, "special": text in (BOS, EOS, PAD)}
+            for text, i in sorted(self._added.items(), key=lambda item: item[1])
+        ]
+        splits = [
+            {"type": "Split", "pattern": {"Regex": s}, "behavior": "Isolated", "invert": False}
+            for s in _SPLITS
+        ]
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+        steps = [*splits, level | {"use_regex": False}]
+        return {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": added,
+            "normalizer": None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+            "post_processor": None,
+            "decoder": level | {"use_regex": True},
+            "model": {
+                "type": "BPE",
+                **dict.fromkeys(("dropout", "unk_token")),
+                **dict.fromkeys(("continuing_subword_prefix", "end_of_word_suffix")),
+                **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
+                "vocab": {t: i for i, t in enumerate(self._tokens) if t not in self._added},
+                "merges": [list(pair) for pair in self._merges],
+            },
+        }
 
     def _problems(self) -> Iterator[str]:
         if len(self._ids) < len(self._tokens):

@@ -65,10 +65,12 @@ class StubModel:
     def __init__(self, reply=None):
         self.reply = reply or StubReply([Piece("Hello,"), Piece(" world")])
         self.loads, self.drafts, self.prompts, self.options = [], [], [], []
+        self.limits = []
 
-    def load(self, path=None, *, mtp=None, progress):
+    def load(self, path=None, *, mtp=None, progress, ctx=None, force=False):
         self.loads.append(path)
         self.drafts.append(mtp)
+        self.limits.append((ctx, force))
         return self
 
     def generate(self, prompt, *, progress, **options):
@@ -99,7 +101,7 @@ def stuck():
 class Loading(StubModel):
     """Takes for ever to load."""
 
-    def load(self, path=None, *, mtp=None, progress):
+    def load(self, path=None, *, mtp=None, progress, **limits):
         print("loading", flush=True)
         while True:
             progress("load", 1, 2)

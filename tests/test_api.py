@@ -188,6 +188,8 @@ def test_a_session_refuses_what_it_cannot_do(model):
 
 
 def test_closing_a_model_frees_its_memory_also_after_an_error():
+    """ME-09."""
+
     def used():
         gc.collect()
         return mx.get_active_memory() + mx.get_cache_memory()

@@ -408,7 +408,7 @@ DSPARK = {  # of the options that need a draft
     "dspark_schedule": (["--dspark-schedule", "off"], False),
     "exact_sampling": (["--exact-sampling"], True),
 }
-NOT_PASSED_ON = {"model", "prompt", "as_json", "debug", "mtp", "stats"}
+NOT_PASSED_ON = {"model", "prompt", "as_json", "debug", "mtp", "stats", "force"}
 
 
 def test_every_option_of_generate_has_an_example_here():
@@ -430,7 +430,8 @@ def test_every_option_of_bench_is_one_of_its_rows():
     from ds4mlx.bench import rows
 
     parameters = inspect.signature(rows).parameters
-    flags = {f.key: f.default for f in arguments.VERBS["bench"].flags if f.key != "debug"}
+    flags = [f for f in arguments.VERBS["bench"].flags if f.key != "debug"]
+    flags = {f.key: f.default if f.kind else False for f in flags}
     assert flags == {k: p.default for k, p in parameters.items()}
 
 
@@ -516,6 +517,12 @@ def test_what_is_not_given_is_left_to_the_api(run, model):
 def test_the_short_forms_of_thinking_arrive_as_levels(run, model, word, level):
     run("generate", "hi", word)
     assert model.options == [{"think": level}]
+
+
+def test_force_and_the_context_arrive_before_anything_is_loaded(run, model):
+    run("generate", "--force", "-c", "99", "hi")
+    run("generate", "hi")
+    assert model.limits == [(99, True), (None, False)]
 
 
 def test_the_model_arrives_as_typed(run, model):
@@ -836,7 +843,7 @@ def _spy_on_bars(run, model, monkeypatch, terminal):
         def close(self):
             events.append("closed")
 
-    def load(path, mtp, progress):
+    def load(path, mtp, progress, **limits):
         progress("load", 2, 4)
         progress("load", 4, 4)
         return model
