@@ -38,7 +38,7 @@ def check_folder(path: Path, tensors: dict[str, FolderTensor | StoredTensor], co
 
 
 def _target_tensors(path: Path, config: dict, found: dict, problems: list[str]) -> dict:
-    wanted = dict(_target(config))
+    wanted = dict(wanted_target(config))
     if config.get("tie_word_embeddings"):
         del wanted["head.weight"]
     tensors = _checked(path, wanted, _TYPES, found, problems)
@@ -80,7 +80,7 @@ def _draft_tensors(path: Path, draft: dict, target: dict, found: dict, problems:
         problems.append(f"noise token {noise} is outside the target's vocabulary of {V}")
     if ids[-1] >= layers:
         problems.append(f"target layer {ids[-1]} is outside the target's {layers} layers")
-    wanted = dict(_draft(draft, target))
+    wanted = dict(wanted_draft(draft, target))
     types = _TYPES | {"vector": (*FLOATS, "Q8_0")}
     return _checked(path, wanted, types, found, problems)
 
@@ -144,7 +144,8 @@ def _checked(path: Path, wanted: _Wanted, types: dict, found: dict, problems: li
     return tensors
 
 
-def _target(c: dict) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+def wanted_target(c: dict) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+    """(official name, (kind, shape)) of every tensor; a kind is a matrix, a vector or ids."""
     D, V = c["hidden_size"], c["vocab_size"]
     yield "embed.weight", ("matrix", (V, D))
     yield "head.weight", ("matrix", (V, D))
@@ -155,7 +156,8 @@ def _target(c: dict) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
             yield f"layers.{i}.{name}", wanted
 
 
-def _draft(draft: dict, c: dict) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+def wanted_draft(draft: dict, c: dict) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+    """The same of a DSpark draft for the target `c`."""
     D, V, R = c["hidden_size"], c["vocab_size"], draft["dspark_markov_rank"]
     last = f"mtp.{draft['n_mtp_layers'] - 1}."
     for s in range(draft["n_mtp_layers"]):

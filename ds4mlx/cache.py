@@ -5,8 +5,8 @@ So nothing is moved or restored on a rewind: the position goes back, later rows 
 and are overwritten.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -21,12 +21,9 @@ class Ring:
     def __init__(self, capacity: int, width: int):
         self.rows = mx.zeros((capacity, width))
 
-    def write(self, position: int | mx.array, rows: mx.array):
+    def write(self, position: int, rows: mx.array):
         """Put `rows` [N, D] at positions `position` ..; the last `capacity` of them stay."""
         capacity = self.rows.shape[0]
-        if isinstance(position, mx.array):
-            self.rows[(position + mx.arange(rows.shape[0])) % capacity] = rows
-            return
         skip = max(0, rows.shape[0] - capacity)
         for at, part in self._parts(position + skip, position + rows.shape[0]):
             self.rows[at : at + part] = rows[skip : skip + part]
@@ -63,12 +60,17 @@ class LayerCache:
         self.ring = Ring(max(self.window, twice * ratio) + FEW, width)
         self.entries = [mx.zeros((ctx // ratio + 1, d)) for d in dims]
 
+    def write(self, step: "Step", rows: mx.array):
+        """Put the rows [N, W] of a block in the ring."""
+        if isinstance(step.position, mx.array):
+            self.ring.rows[step.places(self.ring.rows.shape[0])] = rows
+        else:
+            self.ring.write(step.position, rows)
+
     def write_entries(self, step: "Step", entries: list[mx.array]):
         """Put the entries [n, d] of the windows that a block closes in their places."""
         for i, new in enumerate(entries):
-            first, n = step.position // self.ratio, new.shape[0]
-            where = first + mx.arange(n) if isinstance(first, mx.array) else slice(first, first + n)
-            self.entries[i][where] = new
+            self.entries[i][step.closed(self.ratio)] = new
 
     def live(self, position: int) -> Iterator[mx.array]:
         """What can still be read at `position`: the window, the open windows, the entries."""
@@ -89,6 +91,7 @@ class Step:
     rows: int
     closing: dict[int, int]  # by ratio: how many windows close
     selecting: bool  # there are more entries than an indexer lets through
+    _made: dict = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, config: TargetConfig, position: int, rows: int) -> "Step":
@@ -96,10 +99,38 @@ class Step:
         closing = {r: end // r - position // r for r in sorted({*config.compress_ratios} - {0})}
         return cls(position, rows, closing, end // 4 > config.index_topk)
 
+    @property
+    def kind(self) -> tuple[int, tuple[tuple[int, int], ...], bool]:
+        """All but the position: steps of a kind are one graph."""
+        return self.rows, tuple(self.closing.items()), self.selecting
+
     def windows(self, ratio: int) -> mx.array | None:
         """First positions [n] int32 of the windows that close; None if none does."""
         n = self.closing[ratio]
         return (self.position // ratio + mx.arange(n)) * ratio if n else None
+
+    def closed(self, ratio: int) -> slice | mx.array:
+        """Indices of their entries."""
+        first, n = self.position // ratio, self.closing[ratio]
+        if isinstance(first, int):
+            return slice(first, first + n)
+        return self._once(("closed", ratio), lambda: first + mx.arange(n))
+
+    def places(self, capacity: int) -> mx.array:
+        """Indices [rows] of the block's rows in a ring."""
+        positions = self.position + mx.arange(self.rows)
+        return self._once(("places", capacity), lambda: positions % capacity)
+
+    def ready(self, ratio: int) -> mx.array:
+        """How many entries [rows] int32 each row may read."""
+        positions = self.position + mx.arange(self.rows)
+        return self._once(("ready", ratio), lambda: (positions + 1) // ratio)
+
+    def _once(self, key: tuple, make: Callable) -> mx.array:
+        """What all layers share is computed once."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 class Sequence:

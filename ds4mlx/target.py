@@ -30,7 +30,7 @@ class Target:
         self.head = weights["head.weight"]
         self.freqs = {r: config.rope_freqs(compressed=r) for r in (False, True)}
         # Held weakly: a cycle would keep the weights until Python looks for cycles.
-        self._compiled = memo(partial(Target._compile, proxy(self)))
+        self._graph = memo(partial(Target.graph, proxy(self)))
         weights.finish()
 
     def __call__(self, ids: mx.array, cache: Cache) -> tuple[mx.array, mx.array]:
@@ -41,7 +41,7 @@ class Target:
         """
         step = Step.of(self.config, cache.position, ids.shape[0])
         if step.rows <= FEW and ops.compiles():
-            run = self._compiled(step.rows, tuple(step.closing.values()), step.selecting)
+            run = self._graph(*step.kind)
             x, taps, *arrays = run(ids, mx.array(step.position), *cache.arrays())
             cache.replace(arrays)
         else:
@@ -74,15 +74,13 @@ class Target:
             written = (layer.ffn(y, ids), *back)
             yield i, "ffn", x, written
 
-    def _compile(self, rows: int, closing: tuple[int, ...], selecting: bool) -> Callable:
-        """Such steps as one graph: ids, position, state -> streams, taps, state."""
-        windows = Step.of(self.config, 0, rows).closing
-        windows = dict(zip(windows, closing, strict=True))
+    def graph(self, rows: int, closing: tuple[tuple[int, int], ...], selecting: bool) -> Callable:
+        """All steps of a kind as one graph: (ids, position, *state) -> streams, taps, *state."""
 
         def run(ids, position, *arrays):
             cache = Cache(self.config, 1)
             cache.replace(arrays)
-            x, taps = self.forward(ids, Step(position, rows, windows, selecting), cache)
+            x, taps = self.forward(ids, Step(position, rows, dict(closing), selecting), cache)
             return x, taps, *cache.arrays()
 
         return mx.compile(run)
@@ -205,7 +203,7 @@ class Attention:
         if indexer and step.selecting:
             selected = indexer(*index_q, products[-1], step, cache.entries[1], turn)
         out = self.attend(q, rows, cache.ring, turn, step.position, cache.entries, selected)
-        cache.ring.write(step.position, rows)
+        cache.write(step, rows)
         return out
 
     def latents(self, q, kv, turns, pools, ring, position):
@@ -278,7 +276,7 @@ class Indexer:
             q = ops.round_index(q) if config.round_index else q
             ready = [(step.position + i + 1) // 4 for i in range(step.rows)]
             return ops.index_select(q, w, keys[: ready[-1]], ready, k)
-        ready = (step.position + 1 + mx.arange(step.rows)) // 4
+        ready = step.ready(4)
         scores = ops.index_scores(q, turn, w, keys, ready, rounded=config.round_index)
         return ops.index_best(scores, ready, k)
 

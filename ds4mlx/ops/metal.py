@@ -8,6 +8,7 @@ the `mx.eval` that needs it, unless the launch stands in `eager`. Nothing falls 
 import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ _HAS_GPU = mx.metal.is_available() or mx.cuda.is_available()  # asked 200 times 
 _reference = ContextVar("reference", default=False)
 _wait: ContextVar[Callable | None] = ContextVar("wait", default=None)
 _verbose = ContextVar("verbose", default=False)
+_traced: ContextVar[Counter | None] = ContextVar("traced", default=None)
 
 
 @contextmanager
@@ -49,6 +51,11 @@ def verbose():
     return _set(_verbose, True)
 
 
+def traced(kernels: Counter):
+    """Build graphs of launches that never run, on any machine; they are counted in `kernels`."""
+    return _set(_traced, kernels)
+
+
 def backend() -> str | None:
     """`metal`, `cuda`, or None where the default device is a CPU."""
     if not _HAS_GPU or mx.default_device() != mx.gpu:
@@ -57,12 +64,13 @@ def backend() -> str | None:
 
 
 def enabled() -> bool:
-    return not _reference.get() and backend() is not None
+    return not _reference.get() and (_traced.get() is not None or backend() is not None)
 
 
 def compiles() -> bool:
     """Whether launches may be part of a graph that mx.compile keeps."""
-    return enabled() and backend() in ("metal", "cuda") and _wait.get() is None
+    real = backend() in ("metal", "cuda") and _wait.get() is None
+    return enabled() and (_traced.get() is not None or real)
 
 
 def scalar(value: int | mx.array) -> mx.array:
@@ -148,6 +156,10 @@ class Kernel:
 
 def launch(kernel: Kernel, inputs, template: dict, grid, group, shapes, dtypes):
     """Hand one launch to MLX. The tests' CPU executor stands in for this function."""
+    if (kernels := _traced.get()) is not None:
+        kernels[kernel.name] += 1
+        nothing = [mx.broadcast_to(mx.array(0, d), s) for s, d in zip(shapes, dtypes, strict=True)]
+        return mx.depends(nothing, list(inputs))
     return kernel.built(inputs, template, dtypes)(
         inputs=list(inputs),
         template=[] if backend() == "cuda" else list(template.items()),
