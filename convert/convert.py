@@ -127,7 +127,8 @@ def _journal(out: Path, identity: dict, overwrite: bool) -> Iterator[tuple]:
         else:
             file.truncate(size)
         _sync(file)
-        yield file, {(entry["name"], entry["part"]): entry for entry in lines}
+        done = {(e["name"], e["part"]): None if "lost" in e else e for e in lines}
+        yield file, done
         path.unlink()
 
 
@@ -139,7 +140,10 @@ def _taken(out: Path, others: list[str]) -> str:
 def _entries(data: bytes) -> list:
     """The journal's lines, the first None if it is not whole, and the bytes that are whole."""
     size = data.rfind(b"\n") + 1  # the last line may have been cut off
-    return [*map(json.loads, data[:size].splitlines() or [b"null"]), size]
+    try:
+        return [*map(json.loads, data[:size].splitlines() or [b"null"]), size]
+    except ValueError:
+        return [None, 0]
 
 
 def _line(value: dict) -> bytes:
@@ -158,8 +162,9 @@ def _clear(out: Path):
 
 
 def _write_tensors(gguf, out, items, outputs, journal, progress: Progress | None):
+    """Write what `journal` (the file, and its entries by tensor, which are added to) lacks."""
     file, done = journal
-    lost = {n for n, layout in outputs.items() if _size(out / n) != layout.size}
+    _forget(out, items, outputs, journal)
     total, moved, fresh, held = gguf.nbytes, 0, [], 0
     with ExitStack() as stack:
         sources = [stack.enter_context(path.open("rb")) for path in gguf.parts]
@@ -184,7 +189,7 @@ def _write_tensors(gguf, out, items, outputs, journal, progress: Progress | None
             done.update({(entry["name"], entry["part"]): entry for entry in entries})
 
         for item in items:
-            if (item.name, item.part) in done and item.file not in lost:
+            if done.get((item.name, item.part)):
                 tick(item.nbytes)
                 continue
             source, target = sources[item.part].fileno(), targets[item.file].fileno()
@@ -199,6 +204,17 @@ def _write_tensors(gguf, out, items, outputs, journal, progress: Progress | None
         for commits in pending:
             commits.result()
         commit(fresh)
+
+
+def _forget(out: Path, items: list[Item], outputs: dict[str, Layout], journal):
+    """Strikes out what lay in files that are gone or have become shorter."""
+    file, done = journal
+    lost = {n for n, layout in outputs.items() if _size(out / n) != layout.size}
+    names = [(item.name, item.part) for item in items if item.file in lost]
+    if names := [name for name in names if done.get(name)]:
+        done.update(dict.fromkeys(names))
+        file.write(b"".join(_line({"name": n, "part": p, "lost": True}) for n, p in names))
+        _sync(file)
 
 
 def _write_item(flow: Flow, item: Item, chunks, target: int, starts: dict, tick) -> dict:
@@ -258,8 +274,10 @@ def _finish(out: Path, gguf: GGUF, items: list[Item], files: dict, done: dict):
     texts = {name: to_json(value) for name, value in files.items()}
     config = texts.pop("config.json")
     texts[RECEIPT] = to_json(receipt(gguf, items, texts | {"config.json": config}, done))
-    for name, text in (texts | {"config.json": config}).items():
+    for name, text in texts.items():
         _write_whole(out / name, text)
+    _sync_folder(out)
+    _write_whole(out / "config.json", config)
     _sync_folder(out)
 
 
@@ -268,8 +286,6 @@ def _write_whole(path: Path, text: bytes):
     with part.open("wb") as file:
         file.write(text)
         _sync(file)
-    if path.name == "config.json":
-        _sync_folder(path.parent)
     part.replace(path)
 
 

@@ -492,11 +492,12 @@ def test_another_run_in_the_same_folder_is_refused(tmp_path):
 
 
 def test_an_incomplete_or_foreign_file_makes_no_folder(tmp_path):
-    """MF-05, MF-07, MF-02."""
+    """MF-02, MF-05, MF-06, MF-07."""
     whole = target(tmp_path / "t.gguf").read_bytes()
     unknown = {"blk.0.attn_q_a.weight": ("unknown", (32, 64))}
     cases = {
         "incomplete download": (whole[:-64], FileError),
+        "bytes too many": (whole + whole, FileError),
         "a web page": (b"<!doctype html>", UsageError),
         "git-LFS pointer": (b"version https://git-lfs.github.com/spec/v1", UsageError),
         "an empty file": (b"", UsageError),

@@ -256,6 +256,22 @@ def test_a_lost_or_shortened_file_is_written_again(tmp_path, source, monkeypatch
         assert content(convert(source, out)) == whole
 
 
+def test_a_lost_file_is_not_taken_as_written_after_a_second_stop(tmp_path, source, monkeypatch):
+    out = unfinished(source, tmp_path / "out", monkeypatch)
+    (out / sorted(p.name for p in out.glob("model-*"))[0]).unlink()
+    unfinished(source, out, monkeypatch, writes=5)
+    assert content(convert(source, out)) == content(convert(source, tmp_path / "whole"))
+
+
+def test_a_damaged_journal_is_not_followed(tmp_path, source, monkeypatch):
+    out = unfinished(source, tmp_path / "out", monkeypatch)
+    (out / JOURNAL).write_text("{]\n")
+    with pytest.raises(UsageError, match="holds other files.*--overwrite"):
+        convert(source, out)
+    convert(source, out, overwrite=True)
+    assert content(out) == content(convert(source, tmp_path / "whole"))
+
+
 def test_a_journal_cut_off_in_its_last_line_is_used_up_to_there(tmp_path, source, monkeypatch):
     out = unfinished(source, tmp_path / "out", monkeypatch)
     with (out / JOURNAL).open("r+b") as file:
