@@ -6,13 +6,14 @@
 // the result are rotated back.
 //
 // The keys of query n are the rows of the last WINDOW positions, from the ring
-// or the block, then the first entries or those selected for it. Tiles of 32
+// or the block, then the first entries or those selected for it. Tiles of 8
 // keys form at most 32 splits; which keys a split holds depends on the length
 // of the query's own list. One simdgroup owns HEADS heads of a split, a lane a
-// 32nd of the channels: it scores a tile (lane k keeps the score of key k),
-// then adds the weighted keys. All float. Sums run over a lane's channels, then
-// the simdgroup; over keys upwards, then splits.
-constant constexpr int TILE = 32;
+// 32nd of the channels: it reads FEW keys at a time, scores them, and adds them
+// with their weights. All float. Sums run over a lane's channels, then the
+// simdgroup; over keys upwards, then splits.
+constant constexpr int TILE = 8;
+constant constexpr int FEW = 4;
 constant constexpr int SPLITS = 32;  // a lane each in the merge
 
 struct attention_keys {
@@ -116,53 +117,40 @@ METAL_FUNC void attention_part(
     total[h] = 0;
   }
 
-  for (int tile = first; tile < last; tile += TILE) {
-    vec<float, HEADS> weight = 0;
-    for (int t = tile; t < last && t < tile + TILE; t += 4) {
-      float4 scores[HEADS];
-      for (int u = 0; u < 4; u++) {
-        // Past the end the last key stands in, with weight 0.
-        const device float4* key = (const device float4*)attention_key(
-            list, from, ids, min(t + u, last - 1), DH);
-        float score[HEADS] = {};
-        for (int j = 0; j < J; j++) {
-          float4 channels = key[32 * j + lane];
-          for (int h = 0; h < HEADS; h++) {
-            score[h] += dot(query[h][j], channels);
-          }
-        }
-        for (int h = 0; h < HEADS; h++) {
-          scores[h][u] = score[h];
-        }
-      }
-      for (int h = 0; h < HEADS; h++) {
-        scores[h] = simd_sum(scores[h]);
-        for (int u = 0; u < 4; u++) {
-          weight[h] = tile + int(lane) == t + u ? scores[h][u] : weight[h];
-        }
+  for (int k = first; k < last; k += FEW) {
+    float4 key[FEW][J];
+    for (int u = 0; u < FEW; u++) {
+      // Past the end the last key stands in, with weight 0.
+      const device float4* row = (const device float4*)attention_key(
+          list, from, ids, min(k + u, last - 1), DH);
+      for (int j = 0; j < J; j++) {
+        key[u][j] = row[32 * j + lane];
       }
     }
     for (int h = 0; h < HEADS; h++) {
-      float score = tile + int(lane) < last ? weight[h] : -INFINITY;
-      float before = top[h];
-      top[h] = max(before, simd_max(score));
-      weight[h] = exp(score - top[h]);
-      float fade = exp(before - top[h]);
-      total[h] = total[h] * fade + simd_sum(weight[h]);
+      float4 score = 0;
+      for (int u = 0; u < FEW; u++) {
+        for (int j = 0; j < J; j++) {
+          score[u] += dot(query[h][j], key[u][j]);
+        }
+      }
+      score = simd_sum(score);
+      float highest = top[h];
+      for (int u = 0; u < FEW; u++) {
+        score[u] = k + u < last ? score[u] : -INFINITY;
+        highest = max(highest, score[u]);
+      }
+      float fade = exp(top[h] - highest);
+      top[h] = highest;
+      float4 weight = exp(score - highest);
+      total[h] *= fade;
+      for (int u = 0; u < FEW; u++) {
+        total[h] += weight[u];
+      }
       for (int j = 0; j < J; j++) {
         sum[h][j] *= fade;
-      }
-    }
-    for (int t = tile; t < last && t < tile + TILE; t += 4) {
-      for (int u = 0; u < 4; u++) {
-        const device float4* key = (const device float4*)attention_key(
-            list, from, ids, min(t + u, last - 1), DH);
-        vec<float, HEADS> share = simd_broadcast(weight, t + u - tile);
-        for (int j = 0; j < J; j++) {
-          float4 channels = key[32 * j + lane];
-          for (int h = 0; h < HEADS; h++) {
-            sum[h][j] += share[h] * channels;
-          }
+        for (int u = 0; u < FEW; u++) {
+          sum[h][j] += weight[u] * key[u][j];
         }
       }
     }

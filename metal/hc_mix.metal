@@ -95,12 +95,13 @@ METAL_FUNC float hc_mix_sinkhorn(float a, float hc_eps) {
 
 // Grid (32 * SIMDGROUPS, N). Lane m of a simdgroup adds every SIMDGROUPS-th
 // chunk of value m; the first simdgroup makes the coefficients; HC is 2 or 4
-// and lanes past the values repeat others'. Then a thread owns every
-// 32 * SIMDGROUPS-th channel.
+// and lanes past the values repeat others'. Then a thread owns AHEAD channels,
+// 32 * SIMDGROUPS apart.
 template <
     int HC,
     int ITERATIONS,
     int SIMDGROUPS,
+    int AHEAD,
     typename S,
     typename B,
     typename W>
@@ -123,6 +124,15 @@ METAL_FUNC void hc_mix_finish(
     uint sg,
     uint lane) {
   constexpr uint M = (2 + HC) * HC;
+  constexpr uint THREADS = 32 * SIMDGROUPS;
+  // A thread's first channels are under way while the coefficients are made.
+  float ahead[AHEAD][HC];
+  for (uint i = 0; i < AHEAD; i++) {
+    uint d = min(THREADS * i + 32 * sg + lane, D - 1);
+    for (uint j = 0; j < HC; j++) {
+      ahead[i][j] = x[(n * HC + j) * D + d];
+    }
+  }
   uint value = min(lane, M);
   float sum = 0;
   for (uint c = sg; c < CHUNKS; c += SIMDGROUPS) {
@@ -153,14 +163,13 @@ METAL_FUNC void hc_mix_finish(
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
+  float z[AHEAD] = {};
   float squares = 0;
-  for (uint d = 32 * sg + lane; d < D; d += 32 * SIMDGROUPS) {
-    float z = 0;
+  for (uint i = 0; i < AHEAD; i++) {
     for (uint j = 0; j < HC; j++) {
-      z += weights[j] * x[(n * HC + j) * D + d];
+      z[i] += weights[j] * ahead[i][j];
     }
-    y[n * D + d] = z;  // read again by this thread alone
-    squares += z * z;
+    squares += THREADS * i + 32 * sg + lane < D ? z[i] * z[i] : 0;
   }
   squares = simd_sum(squares);
   if (lane == 0) {
@@ -172,7 +181,10 @@ METAL_FUNC void hc_mix_finish(
     squares += sums[s];
   }
   float scaled = rsqrt(squares / D + norm_eps);
-  for (uint d = 32 * sg + lane; d < D; d += 32 * SIMDGROUPS) {
-    y[n * D + d] *= scaled * norm[d];
+  for (uint i = 0; i < AHEAD; i++) {
+    uint d = THREADS * i + 32 * sg + lane;
+    if (d < D) {
+      y[n * D + d] = z[i] * scaled * norm[d];
+    }
   }
 }

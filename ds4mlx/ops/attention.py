@@ -35,8 +35,8 @@ def attention(
     cache.Ring) before it; a query sees the last `window` that end with its own, and of `entries`
     [C, Dh] one for each `ratio` tokens up to itself, or where these are more than k the k in its
     row of `selected` [N, k] uint32. sink [H] enters the denominator only. Scale Dh^-1/2.
-    Without `causal` every query sees `window` positions before the block and all of the block
-    (a draft's, model 16.2).
+    W is a multiple of 4. Without `causal` every query sees `window` positions before the block
+    and all of the block (a draft's, model 16.2).
     `position` is an int where the reference is taken. The kernel takes up to FEW rows, Dh of
     whole 128 channels and R of whole 4.
     """

@@ -66,7 +66,12 @@ def hc_mix(
         scale,
         base,
         norm,
-        template={"HC": HC, "ITERATIONS": iterations, "SIMDGROUPS": _SIMDGROUPS},
+        template={
+            "HC": HC,
+            "ITERATIONS": iterations,
+            "SIMDGROUPS": _SIMDGROUPS,
+            "AHEAD": -(-D // (32 * _SIMDGROUPS)),
+        },
         grid=(32 * _SIMDGROUPS, N, 1),
         group=(32 * _SIMDGROUPS, 1, 1),
         shapes=[(N, D), (N, HC), (N, HC, HC)],
@@ -83,8 +88,8 @@ def _finish(eps: float, norm_eps: float) -> metal.Kernel:
         outputs=["y", "post", "comb"],
         call=f"""threadgroup float sums[32 * SIMDGROUPS];
 threadgroup float weights[HC];
-hc_mix_finish<HC, ITERATIONS, SIMDGROUPS>(x, part, scale, base, norm, y, post, comb, sums, weights,
-    {eps}f, {norm_eps}f, x_shape[2], part_shape[1], threadgroup_position_in_grid.y,
+hc_mix_finish<HC, ITERATIONS, SIMDGROUPS, AHEAD>(x, part, scale, base, norm, y, post, comb, sums,
+    weights, {eps}f, {norm_eps}f, x_shape[2], part_shape[1], threadgroup_position_in_grid.y,
     simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
     )
 

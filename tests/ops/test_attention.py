@@ -91,7 +91,7 @@ class Block:
 
 CASES = {
     "first": Block(lambda: Sequence(9, 1, 128, 4, 5), "check", 0, 1),
-    "window": Block(lambda: Sequence(40, 3, 128, 64, 5, extra=3), "check", 11, 8),
+    "window": Block(lambda: Sequence(40, 3, 128, 64, 5, extra=4), "check", 11, 8),
     "no entry yet": Block(lambda: Sequence(80, 3, 128, 8, 5, ratio=2), "check", 0, 5),
     "entries": Block(lambda: Sequence(80, 3, 128, 8, 5, ratio=2), "check", 70, 3),
     "some rows select": Block(lambda: Sequence(80, 3, 128, 8, 5, 2, topk=34), "check", 66, 6),
