@@ -36,6 +36,65 @@ def rows(
     yield _row("decode, tokens/s", speeds, 1, " ".join(["ds4mlx bench", *_flag(model)]))
 
 
+def sweep_rows(
+    model: str | None = None,
+    *,
+    mtp: str | None = None,
+    synthetic: str | None = None,
+    layers: int = 43,
+    ctx_start: int = 2048,
+    ctx_max: int | None = None,
+    step_incr: int | None = None,
+    step_mul: float = 2.0,
+    gen_tokens: int = 64,
+    chunk: int = 512,
+    csv: str | None = None,
+    plot: str | None = None,
+    force: bool = False,
+) -> Iterator[str]:
+    """Lines of a table: speed at contexts from `ctx_start` to `ctx_max`; see sweep.Sweep.
+
+    `synthetic` names a recipe of synthetic.RECIPES in place of a model, `mtp` then makes a draft
+    of random weights too. Writes the figures to the files `csv` and `plot`.
+    """
+    from . import sweep
+
+    if plot:
+        import matplotlib  # noqa: F401  before anything is measured
+    most, contexts = max(ctx_start, ctx_max or 0), {"incr": step_incr or 0, "mul": step_mul}
+    target, draft, _loaded = _targets(model, mtp, synthetic, layers, most, force)
+    bench = sweep.Sweep(target, draft, chunk=chunk)
+    yield f"machine: {_machine()}, copy {bench.bandwidth / 1e9:.0f} GB/s (read and written)"
+    yield f"commit: {_commit()}, mlx {version('mlx')}"
+    made = f"synthetic {synthetic}, {layers} layers"
+    yield f"model: {made if synthetic else model or 'embedded'}"
+    yield f"command: ds4mlx {' '.join(sys.argv[1:])}"
+    yield _cells(sweep.TITLES, False)
+    yield _cells(["---"] * len(sweep.TITLES), False)
+    points = []
+    for point in bench.points(ctx_start, most, tokens=gen_tokens, **contexts):
+        points.append(point)
+        yield _cells(point.cells(), False)
+    if csv:
+        rows = [sweep.TITLES, *(point.cells() for point in points)]
+        Path(csv).write_text("".join(f"{_cells(row, True)}\n" for row in rows))
+    if plot:
+        sweep.plot(points, plot)
+
+
+def _targets(model, mtp, synthetic: str | None, layers: int, ctx: int, force: bool):
+    """A target, a draft or None, and what keeps them."""
+    if synthetic:
+        from .synthetic import evaluated, flash, flash_draft
+
+        target = evaluated(flash(synthetic, layers))
+        return target, evaluated(flash_draft(target)) if mtp else None, None
+    from .api import load
+
+    loaded = load(model, mtp=mtp, force=force, ctx=ctx)
+    return loaded._target, loaded._draft, loaded
+
+
 def dspark_rows(
     prompts=(),
     model: str | None = None,

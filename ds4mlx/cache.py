@@ -54,6 +54,7 @@ class LayerCache:
 
     def __init__(self, config: TargetConfig, ratio: int, ctx: int):
         self.ratio, self.window, self.head_dim = ratio, config.sliding_window, config.head_dim
+        self.topk = config.index_topk
         dims = {0: (), 4: (config.head_dim, config.index_head_dim)}.get(ratio, (config.head_dim,))
         twice = 2 if ratio == 4 else 1  # ratio 4 overlaps: two halves a row, two windows
         width = config.head_dim + sum(2 * twice * d for d in dims)
@@ -71,6 +72,15 @@ class LayerCache:
         """Put the entries [n, d] of the windows that a block closes in their places."""
         for i, new in enumerate(entries):
             self.entries[i][step.closed(self.ratio)] = new
+
+    def read_bytes(self, position: int) -> int:
+        """Of the window, and of the entries: those that an indexer lets through, and its keys."""
+        total = min(self.window, position + 1) * self.head_dim
+        counts = [(position + 1) // max(1, self.ratio)] * len(self.entries)
+        if len(counts) == 2:
+            counts[0] = min(counts[0], self.topk)
+        total += sum(n * e.shape[1] for n, e in zip(counts, self.entries, strict=True))
+        return 4 * total
 
     def live(self, position: int) -> Iterator[mx.array]:
         """What can still be read at `position`: the window, the open windows, the entries."""
@@ -157,6 +167,16 @@ class Sequence:
             )
         self.position -= n
 
+    def snapshot(self) -> tuple[int, list[mx.array]]:
+        """The state as it is, for `restore`; what is written later is written to copies."""
+        return self.position, [mx.array(a) for a in self.arrays()]
+
+    def restore(self, snapshot: tuple[int, list[mx.array]]):
+        """Put a state back, as often as wanted."""
+        self.position, arrays = snapshot
+        self._furthest = self.position
+        self.replace([mx.array(a) for a in arrays])
+
 
 class Cache(Sequence):
     """State of the whole target for one sequence of at most `ctx` tokens."""
@@ -186,6 +206,10 @@ class Cache(Sequence):
         """
         return [a for layer in self.layers for a in layer.live(self.position)]
 
+    def read_bytes(self, position: int) -> int:
+        """Bytes of the state that the token at `position` reads."""
+        return sum(layer.read_bytes(position) for layer in self.layers)
+
     @property
     def nbytes(self) -> int:
         return sum(a.nbytes for a in self.arrays())
@@ -206,6 +230,10 @@ class DraftCache(Sequence):
 
     def arrays(self) -> list[mx.array]:
         return [ring.rows for ring in self.rings]
+
+    def replace(self, arrays: Iterable[mx.array]):
+        for ring, rows in zip(self.rings, arrays, strict=True):
+            ring.rows = rows
 
     def live(self) -> list[mx.array]:
         """The same rows as `read` gives: nothing else is ever looked at."""

@@ -12,6 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
+from inspect import signature
 
 from . import __version__, arguments, dspark
 from .errors import Ds4Error, UsageError
@@ -110,10 +111,16 @@ def inspect(model=None, draft=None, as_json=False) -> Iterator[str]:
 
 
 def bench(model=None, **options) -> Iterator[str]:
-    """Measure; `options` are those of `bench.rows`."""
-    from .bench import rows
+    """Measure; `options` are those of `bench.rows`, or from `ctx_max` on of `sweep_rows`."""
+    from .bench import rows, sweep_rows
 
-    for line in rows(model, **options):
+    swept = next((k for k in ("ctx_max", "synthetic") if k in options), None)
+    own = signature(sweep_rows).parameters.keys() - {"force"}
+    for key in options.keys() - own - {"force"} if swept else options.keys() & own:
+        what = f"does not go with {swept}" if swept else "needs ctx_max or synthetic"
+        raise UsageError(f"{key} {what}")
+    measure = sweep_rows if swept else rows
+    for line in measure(model, **options):
         yield f"{line}\n"
 
 

@@ -14,7 +14,7 @@ from .config import TargetConfig
 from .convert.inventory import wanted_draft, wanted_target
 from .draft import Draft, DraftConfig
 from .packed import Matrix, Packed
-from .target import Target
+from .target import Target, tensors
 from .weights import Weights
 
 FLASH = TargetConfig(
@@ -84,10 +84,18 @@ def flash_draft(target: Target, seed: int | None = 1) -> Draft:
     return Draft(config, target, Weights(weights, "synthetic draft"))
 
 
-def _made(tensors, config: TargetConfig, seed: int | None) -> dict[str, Matrix]:
+def evaluated(module):
+    """The same target or draft, its tensors in memory, made one after the other."""
+    for tensor in tensors(module):
+        mx.eval(tensor.planes if isinstance(tensor, Packed) else tensor)
+    mx.clear_cache()
+    return module
+
+
+def _made(wanted, config: TargetConfig, seed: int | None) -> dict[str, Matrix]:
     keys = mx.random.split(mx.random.key(seed or 0), 2000)
     made = {}
-    for (name, type, shape), key in zip(tensors, keys, strict=False):
+    for (name, type, shape), key in zip(wanted, keys, strict=False):
         matrix = random_matrix(type, shape, config, key)
         made[name] = matrix if seed is not None else _hollow(matrix)
     return made

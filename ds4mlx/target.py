@@ -10,6 +10,7 @@ import mlx.core as mx
 from . import ops
 from .cache import Cache, LayerCache, Step
 from .config import TargetConfig
+from .packed import Matrix, Packed
 from .rows import FEW
 from .weights import Weights
 
@@ -304,3 +305,13 @@ class MoE:
         )
         matrices = (self.w1, self.w3, self.w2, config.swiglu_limit, self.shared)
         return ops.experts(x, chosen, weights, *matrices)
+
+
+def tensors(module) -> Iterator[Matrix]:
+    """Every tensor of a module of this file or of a draft, and of those below it."""
+    for value in vars(module).values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, mx.array | Packed):
+                yield part
+            elif hasattr(part, "__dict__") and part.__class__.__module__.startswith(__package__):
+                yield from tensors(part)

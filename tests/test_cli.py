@@ -427,9 +427,9 @@ def test_every_option_of_the_api_is_a_flag_and_has_the_default_that_help_states(
 
 
 def test_every_option_of_bench_is_one_of_its_rows():
-    from ds4mlx.bench import rows
+    from ds4mlx.bench import rows, sweep_rows
 
-    parameters = inspect.signature(rows).parameters
+    parameters = {**inspect.signature(sweep_rows).parameters, **inspect.signature(rows).parameters}
     flags = [f for f in arguments.VERBS["bench"].flags if f.key != "debug"]
     flags = {f.key: f.default if f.kind else False for f in flags}
     assert flags == {k: p.default for k, p in parameters.items()}
@@ -805,6 +805,8 @@ def test_bench_prints_its_lines(run, monkeypatch):
     monkeypatch.setattr("ds4mlx.bench.rows", lambda model, **options: [f"{model} {options}"])
     assert run("bench", "-n", "3")[1] == "None {'tokens': 3}\n"
     assert refused(run("bench", "fast"), "bench takes no argument")
+    assert refused(run("bench", "--ctx-max", "9", "--runs", "2"), "runs does not go with ctx_max")
+    assert refused(run("bench", "--csv", "x.csv"), "csv needs ctx_max or synthetic")
 
 
 # Helpers --------------------------------------------------------------------------------------

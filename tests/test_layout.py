@@ -17,7 +17,18 @@ PATTERNS = {
     "kernels are built in one place": (r"\bfast\.\w+_kernel\b", {"ds4mlx/ops/metal.py"}),
     "few places wait for the GPU": (
         r"\bmx\.(async_)?eval\(|\bmx\.synchronize\(|\.item\(\)|\.tolist\(\)",
-        {f"ds4mlx/{module}.py" for module in ("generate", "sampling", "weights", "bench", "check")},
+        {
+            f"ds4mlx/{module}.py"
+            for module in (
+                "generate",
+                "sampling",
+                "weights",
+                "bench",
+                "check",
+                "sweep",
+                "synthetic",
+            )
+        },
     ),
     "only the command line prints": (r"\bprint\(", {"ds4mlx/cli.py", "ds4mlx/bench.py"}),
     "no environment variable is a switch": (r"\benviron\b|\bgetenv\b", {"ds4mlx/cli.py"}),

@@ -1,0 +1,271 @@
+"""Speed over a growing context: prefill, decode, launches, bytes, and what drafts would gain.
+
+The names of the settings are those of ds4-bench. Steps are timed on the host around an `mx.eval`;
+a figure is the median of its repetitions, and the device's copy bandwidth is measured beside them.
+"""
+
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import mlx.core as mx
+
+from .cache import Cache
+from .draft import Block, Draft
+from .generate import Speculation, decode, prefill
+from .launches import mean_launches
+from .ops import argmax
+from .sampling import Sampler
+from .schedule import Schedule
+from .target import Target, tensors
+
+TITLES = (
+    "ctx", "prefill t/s", "decode t/s", "launches/layer", "GB/token", "of copy", "peak GB",
+    "draft ms", "verify ms (1, 2, .. rows)", "break-even", "drafted/plain at acceptance",
+)  # fmt: skip
+ACCEPTANCE = (0.85, 0.62, 0.0)  # a position: published for code, published for all, none
+_WARM_UP = 4
+
+
+@dataclass
+class Point:
+    """Figures at one context; None: not measured. Times are milliseconds."""
+
+    ctx: int
+    prefill_tokens_per_second: float | None = None
+    decode_tokens_per_second: float | None = None
+    step_ms: float | None = None
+    launches_per_layer: float | None = None
+    token_bytes: int | None = None
+    bandwidth_share: float | None = None
+    peak_bytes: int | None = None
+    draft_ms: float | None = None
+    verify_ms: list[float] = field(default_factory=list)  # of 1, 2, .. rows
+    break_even: float | None = None  # acceptance a position from which drafting pays
+    forced: dict[float, float] = field(default_factory=dict)  # acceptance -> drafted over plain
+
+    def cells(self) -> list[str]:
+        """As TITLES has it."""
+
+        def shown(value, digits: int, by: float = 1.0) -> str:
+            return "" if value is None else f"{value / by:.{digits}f}"
+
+        return [
+            str(self.ctx),
+            shown(self.prefill_tokens_per_second, 0),
+            shown(self.decode_tokens_per_second, 1),
+            shown(self.launches_per_layer, 1),
+            shown(self.token_bytes, 2, 1e9),
+            shown(self.bandwidth_share, 2),
+            shown(self.peak_bytes, 1, 1e9),
+            shown(self.draft_ms, 2),
+            " ".join(f"{ms:.2f}" for ms in self.verify_ms),
+            shown(self.break_even, 2),
+            " ".join(f"{p}: {ratio:.2f}" for p, ratio in self.forced.items()),
+        ]
+
+
+class Sweep:
+    """Measures a target, and a draft for it, at contexts from `start` to `most`; see `points`."""
+
+    def __init__(self, target: Target, draft: Draft | None = None, *, chunk: int = 512):
+        self.target, self.draft, self.chunk = target, draft, chunk
+        self.bandwidth = copy_bandwidth()
+
+    def points(
+        self, start: int, most: int, *, incr: int = 0, mul: float = 2.0, tokens: int = 64
+    ) -> Iterator[Point]:
+        """Contexts grow by `incr` tokens or `mul` times; at each `tokens` are generated."""
+        target, room = self.target, most + 3 * tokens + 64
+        cache = Cache(target.config, room)
+        context = self.draft.cache() if self.draft else None
+        ids = random.Random(0).choices(range(target.config.vocab_size), k=most)
+        ctx = start
+        while ctx <= most:
+            point = Point(ctx)
+            begin, stretch = time.perf_counter(), ids[cache.position : ctx]
+            for streams, _ in prefill(  # noqa: B007
+                target, stretch, cache, chunk=self.chunk, draft=self.draft, context=context
+            ):
+                pass
+            seconds = time.perf_counter() - begin
+            point.prefill_tokens_per_second = len(stretch) / seconds
+            self._measure(point, streams, cache, context, tokens)
+            yield point
+            ctx = ctx + incr if incr else max(ctx + 1, round(ctx * mul))
+
+    def _measure(self, point: Point, streams, cache: Cache, context, tokens: int):
+        target, saved = self.target, (cache.snapshot(), context and context.snapshot())
+
+        def restore():
+            cache.restore(saved[0])
+            if context:
+                context.restore(saved[1])
+
+        text, plain = timed_tokens(
+            decode(target, streams, cache, _greedy(), limit=tokens + _WARM_UP, stop=())
+        )
+        point.decode_tokens_per_second, point.step_ms = 1 / plain, 1e3 * plain
+        if mx.default_device() != mx.cpu:
+            layers = target.config.num_hidden_layers
+            point.launches_per_layer = mean_launches(target, 1, point.ctx) / layers
+        point.token_bytes = token_bytes(target) + cache.read_bytes(point.ctx)
+        point.bandwidth_share = point.token_bytes / plain / self.bandwidth
+        restore()
+        if self.draft:
+            self._measure_draft(point, text, plain, streams, cache, context, restore)
+        point.peak_bytes = mx.get_peak_memory()
+
+    def _measure_draft(self, point: Point, text, plain: float, streams, cache, context, restore):
+        target, draft = self.target, self.draft
+        block = draft.config.dspark_block_size
+        anchor = mx.array(text[:1], mx.int32)
+
+        def propose():
+            found = draft.propose(anchor, context)
+            mx.eval(found.tokens, found.confidence)
+
+        def verify(rows: int):
+            ids = mx.array(text[:rows], mx.int32)
+            x, _ = target(ids, cache)
+            mx.eval(argmax(target.logits(x)), cache.arrays())
+            cache.rewind(rows)
+
+        point.draft_ms = 1e3 * repeated(propose)
+        for rows in range(1, block + 2):
+            point.verify_ms.append(1e3 * repeated(lambda rows=rows: verify(rows)))
+            restore()
+        cost = (point.draft_ms + point.verify_ms[-1]) / point.step_ms
+        point.break_even = break_even(cost, block)
+        for acceptance in ACCEPTANCE:
+            forced = Forced(draft, text, acceptance)
+            loop = Speculation(
+                target, forced, cache, context, _greedy(), (), schedule=Schedule(block)
+            )
+            limit = len(text) - block - 1
+            _, drafted = timed_tokens(loop.decode(streams, limit), lump=block + 1)
+            point.forced[acceptance] = plain / drafted
+            restore()
+
+
+def plot(points: list[Point], path: str):
+    """Prefill and decode over the context, as an image of the kind that `path` ends with."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6))
+    ctx = [p.ctx for p in points]
+    axes[0].plot(ctx, [p.prefill_tokens_per_second for p in points], "o-", label="prefill")
+    axes[1].plot(ctx, [p.decode_tokens_per_second for p in points], "o-", label="plain")
+    for acceptance in ACCEPTANCE if points[0].forced else ():
+        speeds = [p.decode_tokens_per_second * p.forced[acceptance] for p in points]
+        axes[1].plot(ctx, speeds, "o--", label=f"drafted, acceptance {acceptance}")
+    axes[0].set_ylabel("prefill tokens/s")
+    axes[1].set_ylabel("decode tokens/s")
+    axes[1].set_xlabel("context")
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+class Forced:
+    """A draft whose tokens are the text's own with a given probability, others else.
+
+    All of its work is done: random weights would accept nothing, and the speed at a published
+    acceptance could not be measured.
+    """
+
+    def __init__(self, draft: Draft, text: list[int], acceptance: float, seed: int = 0):
+        self.draft, self.config, self.text = draft, draft.config, text
+        self.acceptance, self._luck, self._start = acceptance, random.Random(seed), None
+
+    def extend(self, taps: mx.array, context):
+        self.draft.extend(taps, context)
+
+    def propose(self, anchor: mx.array, context) -> Block:
+        if self._start is None:
+            self._start = context.position
+        block = self.draft.propose(anchor, context)
+        first = context.position - self._start + 1
+        own = self.text[first : first + block.confidence.shape[0]]
+        vocab = self.draft.target.config.vocab_size
+        tokens = [t if self._luck.random() < self.acceptance else (t + 1) % vocab for t in own]
+        (tokens,) = mx.depends([mx.array(tokens, mx.int32)], [block.tokens])
+        sure = min(max(self.acceptance, 0.01), 0.99)
+        (confidence,) = mx.depends(
+            [mx.full(block.confidence.shape, math.log(sure / (1 - sure)))], [block.confidence]
+        )
+        tokens = mx.concatenate([anchor, tokens])
+        return replace(block, tokens=tokens, confidence=confidence)
+
+
+def break_even(cost: float, block: int) -> float | None:
+    """The acceptance a position at which a cycle of `cost` plain steps gives as many tokens.
+
+    A cycle gives 1 + p + .. + p^block tokens. None: no acceptance is enough.
+    """
+    if cost > block + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        p = (low + high) / 2
+        enough = sum(p**i for i in range(block + 1)) >= cost
+        low, high = (low, p) if enough else (p, high)
+    return high
+
+
+def timed_tokens(ids: Iterator[int], lump: int = 1) -> tuple[list[int], float]:
+    """All ids, and the seconds that one took after the first _WARM_UP cycles of `lump`."""
+    found, start, skipped = [], 0.0, _WARM_UP * lump
+    for id in ids:
+        found.append(id)
+        if len(found) == skipped:
+            start = time.perf_counter()
+    return found, (time.perf_counter() - start) / max(1, len(found) - skipped)
+
+
+def repeated(run, times: int = 7) -> float:
+    """Median seconds of `run()`, after two that are not counted."""
+    seconds = []
+    for _ in range(times + 2):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[2:])
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large copy on the default device, read and written ones counted."""
+    x = mx.zeros(1 << (28 if mx.default_device() == mx.gpu else 25), mx.float32)
+    mx.eval(x)
+    return 2 * x.nbytes / repeated(lambda: mx.eval(x + 1))
+
+
+def token_bytes(target: Target) -> int:
+    """Bytes of weights that a token reads: of the routed experts its own, of the embedding a row.
+
+    A matrix that is not packed counts as it lies in memory.
+    """
+    config = target.config
+    share = config.num_experts_per_tok / config.n_routed_experts
+    total = target.head.nbytes + target.embed.nbytes // config.vocab_size
+    total += sum(a.nbytes for a in (target.hc_head_fn, target.norm))
+    for layer in target.layers:
+        routed = [layer.ffn.w1, layer.ffn.w3, layer.ffn.w2]
+        total += sum(m.nbytes for m in tensors(layer)) - sum(m.nbytes for m in routed)
+        total += round(share * sum(m.nbytes for m in routed))
+        if layer.ffn.tid2eid is not None:
+            total -= layer.ffn.tid2eid.nbytes
+    return total
+
+
+def _greedy() -> Sampler:
+    return Sampler(0.0, 1.0, 0.0, 0)

@@ -1,0 +1,72 @@
+import math
+
+import mlx.core as mx
+import pytest
+
+from ds4mlx.cache import Cache
+from ds4mlx.generate import decode, prefill
+from ds4mlx.sampling import Sampler
+from ds4mlx.sweep import Forced, Sweep, break_even, timed_tokens, token_bytes
+from ds4mlx.synthetic import flash
+from tests.golden_data import draft, target
+
+
+@pytest.mark.parametrize("cost, block, p", [(1.0, 5, 0.0), (6.0, 5, 1.0), (1.5, 1, 0.5)])
+def test_break_even_is_the_acceptance_that_pays_for_a_cycle(cost, block, p):
+    assert break_even(cost, block) == pytest.approx(p, abs=1e-6)
+
+
+def test_no_acceptance_pays_for_more_than_a_whole_block():
+    assert break_even(6.01, 5) is None
+
+
+def test_the_first_cycles_are_not_timed():
+    ids, seconds = timed_tokens(iter(range(20)), lump=2)
+    assert ids == [*range(20)] and 0 < seconds < 0.1
+
+
+def test_a_token_of_flash_reads_the_bytes_of_the_economics():
+    """kernels.md: 7.73 GB always and 1.83 GB of routed experts."""
+    assert token_bytes(flash("q2", seed=None)) / 1e9 == pytest.approx(7.73 + 1.83, rel=0.01)
+
+
+def test_the_state_that_a_token_reads_grows_with_entries_only():
+    cache = Cache(flash("q2", seed=None).config, 4096)
+    window = 43 * 128 * 512 * 4
+    csa, hca, keys = 21 * 512 * 4, 20 * 512 * 4, 21 * 128 * 4
+    assert cache.read_bytes(1023) == window + 256 * csa + 8 * hca + 256 * keys
+    assert cache.read_bytes(4095) == window + 512 * csa + 32 * hca + 1024 * keys
+
+
+def test_a_restored_state_decodes_the_same_again():
+    model, cache = target("s1_w16_r8"), Cache(target("s1_w16_r8").config, 128)
+    *_, (streams, _) = prefill(model, list(range(30)), cache, chunk=16)
+    saved, texts = cache.snapshot(), []
+    for _ in range(3):
+        texts.append(
+            list(decode(model, streams, cache, Sampler(0.0, 1.0, 0.0, 0), limit=20, stop=()))
+        )
+        cache.restore(saved)
+    assert texts[0] == texts[1] == texts[2] and cache.position == 30
+
+
+@pytest.mark.parametrize("acceptance, own", [(1.0, True), (0.0, False)])
+def test_a_forced_draft_proposes_the_text_or_something_else(acceptance, own):
+    model = draft("s1_w16_r8")
+    context, text = model.cache(), [5, 6, 7, 8, 9, 10, 11, 12]
+    forced = Forced(model, text, acceptance)
+    tokens = [int(t) for t in forced.propose(mx.array([5], mx.int32), context).tokens]
+    assert tokens[0] == 5
+    assert all((t == w) == own for t, w in zip(tokens[1:], text[1:], strict=False))
+
+
+def test_every_figure_of_a_point_is_measured():
+    model = draft("s1_w16_r8")
+    points = list(Sweep(model.target, model, chunk=16).points(16, 40, mul=2.0, tokens=24))
+    assert [p.ctx for p in points] == [16, 32]
+    for p in points:
+        assert p.prefill_tokens_per_second > 0 and p.decode_tokens_per_second > 0
+        assert len(p.verify_ms) == model.config.dspark_block_size + 1
+        assert p.forced.keys() == {0.85, 0.62, 0.0}
+        assert 0 < p.bandwidth_share < 1 and p.draft_ms > 0 and p.peak_bytes > 0
+        assert all(math.isfinite(ratio) and ratio > 0 for ratio in p.forced.values())
