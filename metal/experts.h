@@ -1,150 +1,7 @@
-// What the two launches of the routed experts share: who computes for whom, and
-// how eight weights of a packed row are read.
-//
-// A lane takes an octet: eight neighbouring columns, so that a simdgroup reads
-// 256 columns of a row at a time and 4-bit codes as whole cache lines. `octet`
-// of a type gives the eight codes as exact floats and returns the factor that
-// is still to be applied to their sum. A minimum is taken off each code (code *
-// scale is exact in a float: one rounding, as in the reference).
-
-struct MXFP4 {
-  const device uint* codes;
-  const device uchar* scales;
-};
-
-struct Q8_0 {
-  const device uint* codes;
-  const device half* scales;
-};
-
-struct Q4_K {
-  const device uint* codes;
-  const device uchar* scales;
-  const device half* d;
-};
-
-struct Q2_K {
-  const device uint* codes;
-  const device uchar* scales;
-  const device half* d;
-};
-
-struct IQ2_XXS {
-  const device uchar* grid;
-  const device uint* signs;
-  const device half* d;
-  const threadgroup uint2* table;  // the magnitudes of 8 elements, a byte each
-};
-
-// Four fields of `mask` from the lower half of `word` and four from the upper
-// one, `bits` apart, as the bits of halves: a code c is the subnormal c *
-// 2^-24.
-METAL_FUNC void spread(
-    uint word, uint bits, uint mask, thread float4& low, thread float4& high) {
-  for (uint j = 0; j < 4; j++) {
-    float2 pair = float2(as_type<half2>((word >> (bits * j)) & mask));
-    low[j] = pair.x;
-    high[j] = pair.y;
-  }
-}
-
-// E2M1 moved to the sign, exponent and mantissa of a half is the value times
-// 2^-14.
-METAL_FUNC float octet(
-    MXFP4 w, int row, int o, thread float4& low, thread float4& high) {
-  uint word = w.codes[row + o];
-  for (uint j = 0; j < 4; j++) {
-    uint nibbles = word >> (4 * j);
-    uint bits =
-        ((nibbles << 9) & 0x0e000e00u) | ((nibbles << 12) & 0x80008000u);
-    float2 pair = float2(as_type<half2>(bits));
-    low[j] = pair.x;
-    high[j] = pair.y;
-  }
-  // 2^14 joins the scale; scales of 2^114 and above become infinite.
-  return as_type<float>(min(uint(w.scales[row / 4 + o / 4]) + 14, 255u) << 23);
-}
-
-METAL_FUNC float octet(
-    Q8_0 w, int row, int o, thread float4& low, thread float4& high) {
-  uint first = w.codes[2 * row + 2 * o];
-  uint second = w.codes[2 * row + 2 * o + 1];
-  low = float4(as_type<char4>(first ^ 0x80808080u));  // stored as code + 128
-  high = float4(as_type<char4>(second ^ 0x80808080u));
-  return float(w.scales[row / 4 + o / 4]);
-}
-
-METAL_FUNC float octet(
-    Q4_K w, int row, int o, thread float4& low, thread float4& high) {
-  spread(w.codes[row + o], 4, 0x000f000fu, low, high);
-  const device uchar* packed = w.scales + (row / 32 + o / 32) * 12;
-  uint i = o / 4 % 8;
-  uint scale = packed[i & 3];
-  uint least = packed[4 + (i & 3)];
-  if (i < 4) {
-    scale &= 63;
-    least &= 63;
-  } else {
-    uint both = packed[4 + i];
-    scale = (both & 15) | ((scale >> 6) << 4);
-    least = (both >> 4) | ((least >> 6) << 4);
-  }
-  float scales =
-      float(w.d[row / 32 * 2 + o / 32 * 2]) * float(scale) * 16777216.0f;
-  float4 mins =
-      float4(-float(w.d[row / 32 * 2 + o / 32 * 2 + 1]) * float(least));
-  low = fma(float4(scales), low, mins);
-  high = fma(float4(scales), high, mins);
-  return 1;
-}
-
-METAL_FUNC float octet(
-    Q2_K w, int row, int o, thread float4& low, thread float4& high) {
-  uint word = w.codes[row / 2 + o / 2] >> (16 * (o & 1)) & 0xffffu;
-  spread(word | (word << 8), 2, 0x00030003u, low, high);
-  uint packed = w.scales[row / 2 + o / 2];
-  float scales =
-      float(w.d[row / 32 * 2 + o / 32 * 2]) * float(packed & 15) * 16777216.0f;
-  float4 mins =
-      float4(-float(w.d[row / 32 * 2 + o / 32 * 2 + 1]) * float(packed >> 4));
-  low = fma(float4(scales), low, mins);
-  high = fma(float4(scales), high, mins);
-  return 1;
-}
-
-// Four bytes, those whose bit is set in the low bits of `signs` negated (none
-// is 0).
-METAL_FUNC float4 signed_bytes(uint bytes, uint signs) {
-  uint ones = ((signs & 15) * 0x00204081u) & 0x01010101u;
-  return float4(as_type<char4>((bytes ^ (ones * 255)) + ones));
-}
-
-METAL_FUNC float octet(
-    IQ2_XXS w, int row, int o, thread float4& low, thread float4& high) {
-  uint word = w.signs[row / 4 + o / 4];
-  uint2 bytes = w.table[w.grid[row + o]];
-  uint signs = (word >> (7 * (o & 3))) & 127;
-  uint parity = 0x6996u >> ((signs ^ (signs >> 4)) & 15) & 1;
-  low = signed_bytes(bytes.x, signs);
-  high = signed_bytes(bytes.y, (signs >> 4) | (parity << 3));
-  return float(w.d[row / 32 + o / 32]) * (0.125f + 0.25f * float(word >> 28));
-}
-
-// `sum` plus the product of one octet of weights with one of x, in a fixed
-// order: every step is an explicit fma, which no compiler may contract in
-// another way.
-METAL_FUNC float plus(
-    float sum, const thread float4* w, float factor, float4 a, float4 b) {
-  float product = w[0].x * a.x;
-  product = fma(w[0].y, a.y, product);
-  product = fma(w[0].z, a.z, product);
-  product = fma(w[0].w, a.w, product);
-  product = fma(w[1].x, b.x, product);
-  product = fma(w[1].y, b.y, product);
-  product = fma(w[1].z, b.z, product);
-  product = fma(w[1].w, b.w, product);
-  return fma(factor, product, sum);
-}
+// What the two launches of the experts share: who computes for whom, and the
+// products of a few rows with a few rows of weights.
+#include "dequantize.h"
+#include "sums.h"
 
 // The slots (row * K + place, at most 64) with the expert of `slot`, a bit
 // each. All lanes take part. The first of them computes for all: every slot
@@ -176,4 +33,125 @@ next(thread ulong& left, thread uint& slot, thread uint* slots) {
     }
   }
   return live;
+}
+
+// How many simdgroups share the columns of a row.
+constexpr METAL_FUNC int blocks(int columns) { return (columns + 1023) / 1024; }
+
+// 32 columns of a row, which a lane keeps in registers while it meets one row
+// of weights after the other, and their sums in groups of 16.
+struct columns {
+  float x[32];
+  float sums[2];
+};
+
+METAL_FUNC columns keep(const device float* from, bool inside) {
+  columns kept;
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    float4 four = inside ? ((const device float4*)from)[j] : float4(0);
+    kept.x[4 * j] = four.x;
+    kept.x[4 * j + 1] = four.y;
+    kept.x[4 * j + 2] = four.z;
+    kept.x[4 * j + 3] = four.w;
+  }
+#pragma unroll
+  for (int g = 0; g < 2; g++) {
+    kept.sums[g] = kept.x[16 * g];
+#pragma unroll
+    for (int j = 1; j < 16; j++) {
+      kept.sums[g] += kept.x[16 * g + j];
+    }
+  }
+  return kept;
+}
+
+// 32 columns of R rows of weights, as loaded.
+template <int R>
+struct weights {
+  uint raw[R][32];
+  float2 scale[R][2];
+};
+
+template <int R, typename W>
+METAL_FUNC void hold(W w, uint i, uint stride, thread weights<R>& to) {
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    fetch<8>(w, i + r * stride, to.raw[r]);
+#pragma unroll
+    for (int g = 0; g < 4 / W::GROUP; g++) {
+      to.scale[r][g] = scaling(w, i + r * stride + 8 * W::GROUP * g);
+    }
+  }
+}
+
+// Products of R rows of weights with M rows: to[r * M + m]. Of a group the
+// codes count first, its first and last four columns of eight apart, upwards,
+// then its scale: every step is an explicit fma, which no compiler may contract
+// in another way. Rows of weights alternate, for none waits for the other.
+template <int R, int M, typename W>
+METAL_FUNC void multiply(
+    W w,
+    const thread weights<R>& held,
+    const thread columns* rows,
+    thread float* to) {
+  constexpr int GROUP = W::GROUP;
+  float part[R][M][2];
+#pragma unroll
+  for (int o = 0; o < 4; o++) {
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      float v[8];
+      octet(w, held.raw[r], o, v);
+#pragma unroll
+      for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int c = 0; c < 8; c++) {
+          float before = o % GROUP || c % 4 ? part[r][m][c / 4] : 0;
+          part[r][m][c / 4] = fma(v[c], rows[m].x[8 * o + c], before);
+        }
+        if (o % GROUP == GROUP - 1) {
+          float2 s = held.scale[r][o / GROUP];
+          float sum = o < GROUP ? 0 : to[r * M + m];
+          if (W::MINIMA) {
+            float x = rows[m].sums[o / GROUP];
+            x = GROUP == 4 ? x + rows[m].sums[1] : x;
+            sum = fma(-s.y, x, sum);
+          }
+          to[r * M + m] = fma(s.x, part[r][m][0] + part[r][m][1], sum);
+        }
+      }
+    }
+  }
+}
+
+// Sums over the simdgroup of M rows with STEPS times R rows of a, the first at
+// element i, and R of b, at j; the next ones `step` elements on. The sums of
+// row m, in that order, go to that `to` which the lanes of m % M have.
+template <int STEPS, int R, int M, typename W>
+METAL_FUNC void sweep(
+    W a,
+    W b,
+    uint i,
+    uint j,
+    uint step,
+    uint stride,
+    const thread columns* rows,
+    threadgroup float* to,
+    uint lane) {
+  weights<R> of_a, of_b;
+  hold(a, i, stride, of_a);
+#pragma unroll 1
+  for (int s = 0; s < STEPS; s++) {
+    // While one is multiplied the other's loads are under way.
+    hold(b, j + s * step, stride, of_b);
+    float sums[2 * R * M];
+    multiply<R, M>(a, of_a, rows, sums);
+    hold(a, i + min(s + 1, STEPS - 1) * step, stride, of_a);
+    multiply<R, M>(b, of_b, rows, sums + R * M);
+    float sum = lane_sums<2 * R * M>(sums, lane);
+    if (lane < 2 * R * M) {
+      to[2 * R * s + lane / M] = sum;
+    }
+  }
 }

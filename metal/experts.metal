@@ -1,74 +1,100 @@
 #include "experts.h"
 
-// Routed experts, first launch: for each row n and each expert e that it chose,
-// h[n, k] = silu(min(w1[e] x[n], limit)) * clamp(w3[e] x[n], limit) *
-// weights[n, k].
+// Experts, first launch: for each row n and each expert that it meets,
+// h[n, k] = silu(min(w1 x[n], limit)) * clamp(w3 x[n], limit) * weight.
 //
-// Grid (F / (R * simdgroups) threadgroups, N * K): a simdgroup owns R rows of
-// w1 and w3 of the expert of one slot n * K + k, for all rows of the block that
-// chose it, at most M at a time (see `together`). A lane sums its octets
-// upwards, then the simdgroup its lanes: the order depends on D alone. All
+// Grid (F / T threadgroups of ceil(D / 1024) simdgroups, slots): a threadgroup
+// owns T rows of w1 and w3 of the expert of one slot, for all rows of the block
+// that meet it, at most M = 2 at a time. Slots n * K + k are routed (see
+// `together`); the shared expert has one more for all rows, and place K of h. A
+// lane owns 32 columns. Sums run over a lane's columns upwards, then over lanes
+// (sums.h), then over simdgroups upwards: the order depends on D alone. All
 // float.
-template <int D, int F, int K, int R, int M, typename W, typename I, typename P>
+
+// For M of the rows.
+template <int D, int T, int R, int M, typename W>
+METAL_FUNC void experts_sums(
+    W gate,
+    W up,
+    const device float* x,
+    threadgroup float* part,  // [simdgroups, M, T / R, 2, R]
+    uint first,               // of the T rows of weights
+    const thread uint* rows,
+    uint simdgroup,
+    uint lane) {
+  uint column = 1024 * simdgroup + 32 * lane;
+  bool inside = column < D;
+  column = inside ? column : 0;
+  columns kept[M];
+  for (int m = 0; m < M; m++) {
+    kept[m] = keep(x + rows[m] * D + column, inside);
+  }
+  uint i = first * D + column;
+  part += 2 * T * (simdgroup * M + lane % M);
+  sweep<T / R, R, M>(gate, up, i, i, R * D, D, kept, part, lane);
+}
+
+// K places of a row are asked for, from place FIRST of PLACES on.
+template <
+    int D,
+    int F,
+    int K,
+    int FIRST,
+    int PLACES,
+    int T,
+    int R,
+    int M,
+    typename W,
+    typename P>
 METAL_FUNC void experts(
     W gate,                 // w1 [E, F, D]
     W up,                   // w3 [E, F, D]
     const device float* x,  // [N, D]
-    I ids,                  // [N, K]
-    P weights,              // [N, K]
+    P weights,              // [N, K], or 1 from place 1 on
     float limit,
-    device float* h,  // [N, K, F]
-    uint rows,
-    uint slot,
-    uint f,  // the first of the R rows of weights
+    device float* h,          // [N, PLACES, F]
+    threadgroup float* part,  // [simdgroups, 2 * T * M]
+    uint expert,
+    ulong left,  // the slots n * K + k that meet it
+    uint slot,   // the first of them
+    uint tile,
+    uint thread_index,
+    uint2 simdgroup,  // how many, and which
     uint lane) {
-  ulong left = together(ids, rows * K, slot, lane);
-  if (left & ((ulong(1) << slot) - 1)) {
-    return;
-  }
-  constexpr int octets = D / 8;
-  int first = (uint(ids[slot]) * F + f) * octets;
+  uint first = expert * F + tile * T;
   while (left) {
     uint slots[M];
+    uint rows[M];
     uint live = next<M>(left, slot, slots);
-    float gates[R][M] = {};
-    float ups[R][M] = {};
-    for (int o = lane; o < octets; o += 32) {
-      // All weights first, so that their loads are under way together.
-      float4 w1[2 * R], w3[2 * R];
-      float factors1[R], factors3[R];
-      for (int r = 0; r < R; r++) {
-        int row = first + r * octets;
-        factors1[r] = octet(gate, row, o, w1[2 * r], w1[2 * r + 1]);
-        factors3[r] = octet(up, row, o, w3[2 * r], w3[2 * r + 1]);
-      }
-      for (uint m = 0; m < M; m++) {
-        if (m == 0 || m < live) {
-          const device float4* row =
-              (const device float4*)(x + slots[m] / K * D) + 2 * o;
-          float4 a = row[0];
-          float4 b = row[1];
-          for (int r = 0; r < R; r++) {
-            gates[r][m] = plus(gates[r][m], w1 + 2 * r, factors1[r], a, b);
-            ups[r][m] = plus(ups[r][m], w3 + 2 * r, factors3[r], a, b);
-          }
-        }
-      }
+    for (int m = 0; m < M; m++) {
+      rows[m] = slots[m] / K;
     }
-    for (uint m = 0; m < M; m++) {
-      if (m == 0 || m < live) {
-        uint to = slots[m];
-        for (uint r = 0; r < R; r++) {
-          float g = simd_sum(gates[r][m]);
-          float u = simd_sum(ups[r][m]);
-          if (lane == 0) {
-            // Comparisons, where min and clamp would hide a NaN.
-            g = limit < g ? limit : g;
-            u = limit < u ? limit : u < -limit ? -limit : u;
-            h[to * F + f + r] = g / (1 + exp(-g)) * u * weights[to];
-          }
-        }
-      }
+    if (live == 1) {
+      experts_sums<D, T, R, 1>(
+          gate, up, x, part, first, rows, simdgroup.y, lane);
+    } else {
+      experts_sums<D, T, R, M>(
+          gate, up, x, part, first, rows, simdgroup.y, lane);
     }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint j = thread_index; j < T * live; j += 32 * simdgroup.x) {
+      uint t = j / live;
+      uint m = j % live;
+      uint at = 2 * T * m + t / R * 2 * R + t % R;
+      float g = part[at];
+      float u = part[at + R];
+      for (uint s = 1; s < simdgroup.x; s++) {
+        at += 2 * T * live;
+        g += part[at];
+        u += part[at + R];
+      }
+      // Comparisons, where min and clamp would hide a NaN.
+      g = limit < g ? limit : g;
+      u = limit < u ? limit : u < -limit ? -limit : u;
+      float weight = FIRST ? 1 : weights[slots[m]];
+      uint to = rows[m] * PLACES + FIRST + slots[m] % K;
+      h[to * F + tile * T + t] = g / (1 + exp(-g)) * u * weight;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 }

@@ -1,6 +1,7 @@
 from collections import Counter
 
 import mlx.core as mx
+import pytest
 
 from ds4mlx.launches import graph_primitives, launches, mean_launches
 from ds4mlx.synthetic import flash
@@ -38,3 +39,8 @@ def test_the_mean_weighs_tokens_that_close_windows():
     counts = [launches(FLASH, 1, at).total() for at in (1024, 1027, 1151)]
     want = (96 * counts[0] + 31 * counts[1] + counts[2]) / 128
     assert mean_launches(FLASH, 1, 1024) == want
+
+
+@pytest.mark.parametrize("position", [1024, 4096])
+def test_a_token_of_flash_costs_at_most_18_launches_a_layer(position):
+    assert mean_launches(FLASH, 1, position) / 43 <= 18

@@ -1,18 +1,36 @@
-"""Values of a packed matrix, and the form in which MLX's own quantised matmuls read it."""
+"""Values of a packed matrix, and the forms in which kernels and MLX's quantised matmuls read it."""
 
+import math
 from functools import cache
 
 import mlx.core as mx
 import numpy as np
 
 from ..packed import Matrix, Packed
+from . import metal
 
 NATIVE = ("Q8_0", "Q4_0", "Q4_K", "MXFP4")  # types that MLX's quantised matmuls can read
 
 
-def dequantize(w: Matrix) -> mx.array:
-    """w [..., M, K] of any type -> float32 [..., M, K], exactly the values of spec section 3."""
-    return dequantize_reference(w)
+def dequantize(w: Matrix, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """w [..., M, K] of any type -> `dtype` [..., M, K], the values of spec section 3.
+
+    They are exact in float32, else rounded once. The kernel takes packed matrices of 2048
+    elements or more.
+    """
+    elements = math.prod(w.shape)
+    if not (metal.enabled() and isinstance(w, Packed) and 2048 <= elements < 1 << 32):
+        return dequantize_reference(w).astype(dtype)
+    threads = elements // (32 if w.type == "IQ2_XXS" else 8)  # of 4 QUADS elements
+    (out,) = _kernel(w.type)(
+        *arrays(w),
+        template={"ELEMENTS": elements},
+        grid=(metal.round_up(threads, 256), 1, 1),
+        group=(256, 1, 1),
+        shapes=[w.shape],
+        dtypes=[dtype],
+    )
+    return out
 
 
 def dequantize_reference(w: Matrix) -> mx.array:
@@ -22,6 +40,17 @@ def dequantize_reference(w: Matrix) -> mx.array:
         codes, form = native(w)
         return mx.dequantize(codes, **form, dtype=mx.float32)
     return _DECODERS[w.type](w.planes).reshape(w.shape)
+
+
+@cache
+def _kernel(type: str) -> metal.Kernel:
+    inputs, readers_ = readers({"w": type})
+    return metal.Kernel(
+        "dequantize",
+        inputs=inputs,
+        outputs=["out"],
+        call=f"{readers_}dequantize<ELEMENTS>(w, out, thread_position_in_grid.x);",
+    )
 
 
 def native(w: Packed) -> tuple[mx.array, dict]:
@@ -35,6 +64,68 @@ def native(w: Packed) -> tuple[mx.array, dict]:
     bits, zero = (8, 128) if w.type == "Q8_0" else (4, 8)
     scales = scales.astype(mx.float32)
     return codes, dict(scales=scales, biases=-zero * scales, group_size=32, bits=bits)
+
+
+# What a matrix is for a kernel: its struct in metal/dequantize.h, and its planes in order.
+_FLOAT = ("data",)
+STRUCTS = {
+    mx.float32: ("dense<float>", _FLOAT),
+    mx.float16: ("dense<half>", _FLOAT),
+    mx.bfloat16: ("dense<bfloat>", _FLOAT),
+    "Q8_0": ("q8_0", ("codes", "scales")),
+    "Q4_0": ("q4_0", ("codes", "scales")),
+    "MXFP4": ("mxfp4", ("codes", "scales")),
+    "Q4_K": ("q4_k", ("codes", "scales", "d")),
+    "Q5_K": ("q5_k", ("codes", "high", "scales", "d")),
+    "Q6_K": ("q6_k", ("codes", "high", "scales", "d")),
+    "Q2_K": ("q2_k", ("codes", "scales", "d")),
+    "IQ2_XXS": ("iq2_xxs", ("grid", "signs", "d")),
+}
+
+
+def kind(w: Matrix) -> str | mx.Dtype:
+    """The key of STRUCTS for a matrix."""
+    return w.type if isinstance(w, Packed) else w.dtype
+
+
+def readers(kinds: dict[str, str | mx.Dtype]) -> tuple[list[str], str]:
+    """Matrices by their names in a kernel's call -> names of its inputs, and their declarations."""
+    inputs, lines = [], []
+    if "IQ2_XXS" in kinds.values():
+        inputs.append("table")
+        lines.append(_TABLE)
+    for name, kind in kinds.items():
+        struct, planes = STRUCTS[kind]
+        planes = [f"{name}_{plane}" for plane in planes]
+        inputs += planes
+        table = ["magnitudes"] if kind == "IQ2_XXS" else []
+        lines.append(f"{struct} {name} = {{{', '.join(planes + table)}}};\n")
+    return inputs, "".join(lines)
+
+
+def arrays(*ws: Matrix) -> list[mx.array]:
+    """The inputs of `readers` for matrices of its kinds."""
+    table = [_magnitudes()] if any(kind(w) == "IQ2_XXS" for w in ws) else []
+    planes = [w.planes if isinstance(w, Packed) else {"data": w} for w in ws]
+    return table + [p[n] for w, p in zip(ws, planes, strict=True) for n in STRUCTS[kind(w)][1]]
+
+
+_TABLE = """threadgroup uint2 magnitudes[256];
+for (uint i = thread_index_in_threadgroup; i < 256;
+     i += 32 * simdgroups_per_threadgroup) {
+  magnitudes[i] = uint2(table[2 * i], table[2 * i + 1]);
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+"""
+
+
+@cache
+def _magnitudes() -> mx.array:
+    """What IQ2_XXS's 256 codes stand for, uint32 [256, 2], as the struct wants the 8 bytes."""
+    from ..convert.blocks import iq2xxs_grid
+
+    order = [0, 1, 4, 5, 2, 3, 6, 7]
+    return mx.array(np.ascontiguousarray(iq2xxs_grid()[:, order]).view(np.uint32))
 
 
 def _unpack(words: mx.array, bits: int) -> mx.array:

@@ -1,4 +1,4 @@
-"""The routed experts: each row meets its own k, weighed by the router."""
+"""The experts: each row meets its own k, weighed by the router, and perhaps one that all share."""
 
 from functools import cache
 
@@ -7,56 +7,44 @@ import mlx.core as mx
 from ..packed import Matrix, Packed
 from ..rows import FEW, each_row
 from . import metal
-from .dequantize import NATIVE
-from .experts_down import (
-    PLANES,
-    TABLE,
-    blocking,
-    experts_down,
-    experts_down_reference,
-    gather,
-    planes,
-    takes,
-)
+from .dequantize import NATIVE, arrays, dequantize, kind, readers
+from .experts_down import blocks, experts_down, experts_down_reference, gather, takes, tiling
 from .mlp import mlp, mlp_reference, swiglu
 
-_SIMDGROUPS = 4
+_TILE = 1 << 29  # elements of the experts' matrices that prefill widens at a time (1 GB)
 
 
-def experts(x, ids, weights, w1: Matrix, w3: Matrix, w2: Matrix, limit: float, shared=None):
+def experts(
+    x, ids, weights, w1: Matrix, w3: Matrix, w2: Matrix, limit: float, shared=None
+) -> mx.array:
     """x [N, D], ids [N, K] uint32, weights [N, K]; w1, w3 [E, F, D], w2 [E, D, F] -> [N, D].
 
-    The weight is applied before w2 (model 12). Up to 8 rows and K of 8, the kernels take over:
+    The weight is applied before w2 (model 12). shared: w1, w3 [F, D] and w2 [D, F] of an expert
+    that every row meets with weight 1; its product is added last.
 
-    | launch              | kernel: MXFP4, Q8_0, Q4_K, Q2_K, IQ2_XXS | reference       |
-    | w1 and w3           | both of one of these types               | any other types |
-    | w2 (`experts_down`) | one of these types                       | any other type  |
-
-    Where w1 and w3 take the reference, as they do where F is no multiple of 32, w2 does too.
-    shared: w1, w3 [F, D] and w2 [D, F] of an expert that every row meets with weight 1.
+    Two launches, `experts` (w1 and w3) and `experts_down` (w2), where their kernels take the
+    shapes (`takes`) and w1 is of w3's type, the shared ones too; else the reference.
     """
-    if shared is not None:
-        return experts(x, ids, weights, w1, w3, w2, limit) + mlp(x, *shared, limit)
     N, K = ids.shape
-    F = w1.shape[1]
-    one_type = isinstance(w1, Packed) and isinstance(w3, Packed) and w1.type == w3.type
-    if not one_type or F % 32 or not takes(ids, w1):
-        return experts_reference(x, ids, weights, w1, w3, w2, limit)
-    R, M = blocking(N)
-    (h,) = _kernel(w1.type)(
+    F, D = w1.shape[1:]
+    both = [(w1, w3, w2), *([shared] if shared else [])]
+    if not all(kind(gate) == kind(up) and takes(ids, gate, up) for gate, up, _ in both):
+        return experts_reference(x, ids, weights, w1, w3, w2, limit, shared)
+    tile = tiling(N, F)
+    places = K + len(both) - 1
+    (h,) = _kernel(*(kind(gate) for gate, _, _ in both))(
         x,
         ids,
         weights,
         mx.array(limit, mx.float32),
-        *planes(w1),
-        *planes(w3)[: len(w3.planes)],
-        template={"D": x.shape[1], "F": F, "K": K, "R": R, "M": M},
-        grid=(F // R * 32, N * K, 1),
-        group=(32 * _SIMDGROUPS, 1, 1),
-        shapes=[(N, K, F)],
+        *arrays(*(w for gate, up, _ in both for w in (gate, up))),
+        template={"D": D, "F": F, "K": K, "PLACES": places, **tile},
+        grid=(F // tile["T"] * 32 * blocks(D), N * K + len(both) - 1, 1),
+        group=(32 * blocks(D), 1, 1),
+        shapes=[(N, places, F)],
         dtypes=[mx.float32],
     )
-    return experts_down(h, ids, w2)
+    return experts_down(h, ids, w2, shared[2] if shared else None)
 
 
 def experts_reference(x, ids, weights, w1, w3, w2, limit, shared=None):
@@ -70,6 +58,8 @@ def experts_reference(x, ids, weights, w1, w3, w2, limit, shared=None):
 
     if x.shape[0] <= FEW:
         return each_row(gathered, x, ids, weights)
+    if metal.enabled():
+        return _sorted(x, ids, weights, w1, w3, w2, limit)
     if all(isinstance(w, Packed) and w.type in NATIVE for w in (w1, w3, w2)):
         return gathered(x, ids, weights)
     # One expert after the other over all rows: each is widened once, and memory stays small.
@@ -80,20 +70,65 @@ def experts_reference(x, ids, weights, w1, w3, w2, limit, shared=None):
     return total
 
 
+def _sorted(x, ids, weights, w1, w3, w2, limit) -> mx.array:
+    """Prefill on a GPU: the rows of an expert lie together, weights are widened tile by tile.
+
+    Products are of float16, summed in float32; MLX's own of float32 round to as many bits.
+    """
+    N, K = ids.shape
+    half = mx.float16 if mx.default_device() == mx.gpu else mx.float32  # MLX has no other there
+    chosen = ids.flatten()
+    order = mx.argsort(chosen)
+    chosen = chosen[order]
+    rows = x.astype(half)[order // K]
+    up = swiglu(*(_grouped(rows, w, chosen).astype(mx.float32) for w in (w1, w3)), limit)
+    up = (up * weights.flatten()[order][:, None]).astype(half)
+    y = _grouped(up, w2, chosen)[mx.argsort(order)]
+    return y.reshape(N, K, -1).astype(mx.float32).sum(axis=1)
+
+
+def _grouped(x: mx.array, w: Matrix, chosen: mx.array) -> mx.array:
+    """x [R, D], w [E, M, D], chosen [R] ascending -> w[chosen[r]] x[r], [R, M]."""
+    E, M, D = w.shape
+    tile = max(1, _TILE // (E * D))
+    parts = []
+    for m in range(0, M, tile):
+        part = dequantize(w if tile >= M else w[:, m : min(M, m + tile)], x.dtype)
+        part = part.swapaxes(1, 2)
+        product = mx.gather_mm(x[:, None], part, rhs_indices=chosen, sorted_indices=True)
+        parts.append(product[:, 0])
+    return mx.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+
+
 @cache
-def _kernel(type: str) -> metal.Kernel:
-    gate, up = ([f"{w}_{p}" for p in PLANES[type] if p != "table"] for w in ("gate", "up"))
-    table = ["table"] if type == "IQ2_XXS" else []
-    shared = ", magnitudes" if table else ""
+def _kernel(routed, shared=None) -> metal.Kernel:
+    kinds = {"gate": routed, "up": routed}
+    if shared:
+        kinds |= {"shared_gate": shared, "shared_up": shared}
+    inputs, readers_ = readers(kinds)
+
+    def call(gate, up, places, expert, left, slot):
+        return f"""experts<D, F, {places}, PLACES, T, R, M>({gate}, {up}, x, weights, limit, h,
+    part, {expert}, {left}, {slot}, threadgroup_position_in_grid.x, thread_index_in_threadgroup,
+    uint2(simdgroups_per_threadgroup, simdgroup_index_in_threadgroup), lane);"""
+
+    all_rows = "(ulong(1) << N) - 1"
+    meet_shared = f"""if (slot == N * K) {{
+  {call("shared_gate", "shared_up", "1, K", "0", all_rows, "0")}
+  return;
+}}
+"""
     return metal.Kernel(
         "experts",
-        inputs=["x", "ids", "weights", "limit", *gate, *table, *up],
+        inputs=["x", "ids", "weights", "limit", *inputs],
         outputs=["h"],
-        call=f"""{TABLE.format(threads=32 * _SIMDGROUPS) if table else ""}
-{type} gate = {{{", ".join(gate)}{shared}}};
-{type} up = {{{", ".join(up)}{shared}}};
-uint N = x_shape[0];
-uint f = (threadgroup_position_in_grid.x * {_SIMDGROUPS} + simdgroup_index_in_threadgroup) * R;
-experts<D, F, K, R, M>(gate, up, x, ids, weights, limit, h, N,
-    threadgroup_position_in_grid.y, f, thread_index_in_simdgroup);""",
+        call=f"""threadgroup float part[(D + 1023) / 1024 * 2 * T * M];
+{readers_}uint N = x_shape[0];
+uint slot = threadgroup_position_in_grid.y;
+uint lane = thread_index_in_simdgroup;
+{meet_shared if shared else ""}ulong left = together(ids, N * K, slot, lane);
+if (left & ((ulong(1) << slot) - 1)) {{
+  return;
+}}
+{call("gate", "up", "K, 0", "ids[slot]", "left", "slot")}""",
     )

@@ -4,53 +4,51 @@ import math
 from functools import cache
 
 import mlx.core as mx
-import numpy as np
 
 from ..packed import Matrix, Packed
 from ..rows import FEW, each_row
 from . import metal
-from .dequantize import NATIVE, dequantize, native
+from .dequantize import NATIVE, STRUCTS, arrays, dequantize, kind, native, readers
+from .linear import linear_reference
 
-PLANES = {  # of the types that the kernels read, in the order of the structs of metal/experts.h
-    "MXFP4": ("codes", "scales"),
-    "Q8_0": ("codes", "scales"),
-    "Q4_K": ("codes", "scales", "d"),
-    "Q2_K": ("codes", "scales", "d"),
-    "IQ2_XXS": ("grid", "signs", "d", "table"),
-}
-TABLE = """threadgroup uint2 magnitudes[256];
-for (uint i = thread_index_in_threadgroup; i < 256; i += {threads}) {{
-  magnitudes[i] = uint2(table[2 * i], table[2 * i + 1]);
-}}
-threadgroup_barrier(mem_flags::mem_threadgroup);
-"""
+PLANES = tuple(type for type in STRUCTS if isinstance(type, str))  # packed, and in a kernel
 
 
-def experts_down(h: mx.array, ids: mx.array, w2: Matrix) -> mx.array:
+def experts_down(h: mx.array, ids: mx.array, w2: Matrix, shared: Matrix | None = None):
     """h [N, K, F] float32, ids [N, K], w2 [E, D, F] -> sum_k w2[ids[n, k]] h[n, k], [N, D].
 
-    The kernel takes up to 8 rows, K up to 8, the types of PLANES, and D a multiple of 4.
+    shared: a matrix [D, F] for one further place of h, which is added last. The kernel takes what
+    `takes` says.
     """
-    N, K, F = h.shape
-    D = w2.shape[1]
-    if not takes(ids, w2) or D % 4:
-        return experts_down_reference(h, ids, w2)
-    R, M = blocking(N)
-    (out,) = _kernel(w2.type)(
+    N, places, F = h.shape
+    D, K = w2.shape[1], ids.shape[1]
+    both = [w2] if shared is None else [w2, shared]
+    if not takes(ids, *both):
+        return experts_down_reference(h, ids, w2, shared)
+    tile, simdgroups = tiling(N, D), places
+    # One row has few threadgroups: larger ones, as far as the registers of NVIDIA GPUs go.
+    if N == 1 and places * blocks(F) <= 16:
+        simdgroups *= blocks(F)
+        if simdgroups <= 12 and D % 32 == 0:
+            tile |= {"T": 32, "R": 4}
+    threads = 32 * simdgroups
+    (out,) = _kernel(*map(kind, both))(
         h,
         ids,
-        *planes(w2),
-        template={"D": D, "F": F, "K": K, "R": R, "M": M},
-        grid=(D // R * 32 * K, 1, 1),
-        group=(32 * K, 1, 1),
+        *arrays(*both),
+        template={"D": D, "F": F, "K": K, "PLACES": places, **tile},
+        grid=(D // tile["T"] * threads, 1, 1),
+        group=(threads, 1, 1),
         shapes=[(N, D)],
         dtypes=[mx.float32],
     )
     return out
 
 
-def experts_down_reference(h, ids, w2):
-    return each_row(lambda h, ids: gather(h, w2, ids).sum(axis=1), h, ids)
+def experts_down_reference(h, ids, w2, shared=None):
+    K = ids.shape[1]
+    out = each_row(lambda h, ids: gather(h, w2, ids).sum(axis=1), h[:, :K], ids)
+    return out if shared is None else out + linear_reference(h[:, K], shared)
 
 
 def gather(x: mx.array, w: Matrix, ids: mx.array) -> mx.array:
@@ -65,43 +63,42 @@ def gather(x: mx.array, w: Matrix, ids: mx.array) -> mx.array:
     return (x @ dequantize(w[ids]).swapaxes(-1, -2)).squeeze(2)
 
 
-def takes(ids: mx.array, w: Matrix) -> bool:
-    """Whether the kernels are there for ids [N, K] and a matrix [E, M, columns]."""
-    if not (metal.enabled() and isinstance(w, Packed) and w.type in PLANES):
-        return False
-    # The slots that share an expert are bits of a word, and an int counts 32-bit words.
-    return ids.shape[0] <= FEW and ids.shape[1] <= 8 and math.prod(w.shape) < 1 << 33
+def takes(ids: mx.array, *ws: Matrix) -> bool:
+    """Whether the kernels are there for ids [N, K] and matrices [E, M, columns] or [M, columns].
+
+    They are for N and K up to 8, M a multiple of 4, columns a multiple of 32, 2048 elements or
+    more, and 2^32 or fewer.
+    """
+    return (
+        metal.enabled()
+        and max(ids.shape) <= FEW
+        and all(w.shape[-2] % 4 == 0 and w.shape[-1] % 32 == 0 for w in ws)
+        # An index counts elements; no plane has fewer than 8, which Metal gets in another space.
+        and all(2048 <= math.prod(w.shape) <= 1 << 32 for w in ws)
+    )
 
 
-def blocking(N: int) -> tuple[int, int]:
-    """Rows of weights of a simdgroup, and rows of the block that share one pass over them."""
-    return 4, min(N, 2)
+def blocks(columns: int) -> int:
+    """How many simdgroups share a row of weights: `blocks` of metal/experts.h."""
+    return -(-columns // 1024)
 
 
-def planes(w: Packed) -> list[mx.array]:
-    """The arrays of PLANES."""
-    return [magnitudes() if name == "table" else w.planes[name] for name in PLANES[w.type]]
+def tiling(N: int, rows: int) -> dict[str, int]:
+    """T rows of weights a threadgroup, R at a time, for M rows of x at a time."""
+    return {"T": 4 if rows % 16 else 16, "R": 2, "M": min(N, 2)}
 
 
 @cache
-def magnitudes() -> mx.array:
-    """What IQ2_XXS's 256 grid codes stand for, uint32 [256, 2]: 8 bytes each."""
-    from ..convert.blocks import iq2xxs_grid
-
-    return mx.array(iq2xxs_grid().view(np.uint32))
-
-
-@cache
-def _kernel(type: str) -> metal.Kernel:
-    table = TABLE.format(threads="32 * K") if type == "IQ2_XXS" else ""
-    names = ", ".join(PLANES[type]).replace("table", "magnitudes")
+def _kernel(routed, shared=None) -> metal.Kernel:
+    kinds = {"w2": routed, **({"shared": shared} if shared else {})}
+    inputs, readers_ = readers(kinds)
     return metal.Kernel(
         "experts_down",
-        inputs=["h", "ids", *PLANES[type]],
+        inputs=["h", "ids", *inputs],
         outputs=["out"],
-        call=f"""{table}{type} w2 = {{{names}}};
-threadgroup float sums[{FEW} * K * R];
-uint N = h_shape[0];
-experts_down<D, F, K, R, M>(w2, h, ids, out, sums, N, threadgroup_position_in_grid.x * R,
-    thread_index_in_threadgroup, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
+        call=f"""threadgroup float sums[{FEW} * PLACES * ((F + 1023) / 1024) * T];
+{readers_}experts_down<D, F, K, PLACES, T, R, M>(w2, {"shared" if shared else "w2"},
+    h, ids, out, sums, h_shape[0], threadgroup_position_in_grid.x, thread_index_in_threadgroup,
+    uint2(simdgroups_per_threadgroup, simdgroup_index_in_threadgroup),
+    thread_index_in_simdgroup);""",
     )

@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from ..packed import Matrix
-from .linear import linear_reference, product, takes
+from .linear import linear_reference, products, takes
 
 
 def grouped_linear(x: mx.array, w: Matrix) -> mx.array:
@@ -11,7 +11,7 @@ def grouped_linear(x: mx.array, w: Matrix) -> mx.array:
 
     The kernel, for the shapes that `linear` says, is that of `linear`: one launch.
     """
-    return product(x, w) if takes(x, w) else grouped_linear_reference(x, w)
+    return products(x, [w])[0] if takes(x, w) else grouped_linear_reference(x, w)
 
 
 def grouped_linear_reference(x: mx.array, w: Matrix) -> mx.array:

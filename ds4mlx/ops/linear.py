@@ -1,50 +1,46 @@
 """Products with a weight matrix, packed or not; the rows of a small block stay exact."""
 
 from collections.abc import Sequence
+from functools import cache
 
 import mlx.core as mx
 
 from ..packed import Matrix, Packed
 from ..rows import FEW, each_row
 from . import metal
-from .dequantize import NATIVE, dequantize, native
+from .dequantize import NATIVE, STRUCTS, arrays, dequantize, kind, native, readers
 
 _TILE = 1 << 26  # elements of a matrix that prefill widens at a time (256 MB of float32)
-_OUTPUTS = 4  # of a threadgroup: TILE of linear.metal
-
-# What a matrix is for the kernel: the struct of dequantize.h, and its planes in order.
-_FLOAT = ("dense<T>", ("data",))
-_STRUCTS = {
-    mx.float32: _FLOAT,
-    mx.float16: _FLOAT,
-    mx.bfloat16: _FLOAT,
-    "Q8_0": ("q8_0", ("codes", "scales")),
-    "Q4_0": ("q4_0", ("codes", "scales")),
-    "MXFP4": ("mxfp4", ("codes", "scales")),
-    "Q4_K": ("q4_k", ("codes", "scales", "d")),
-    "Q5_K": ("q5_k", ("codes", "high", "scales", "d")),
-    "Q6_K": ("q6_k", ("codes", "high", "scales", "d")),
-    "Q2_K": ("q2_k", ("codes", "scales", "d")),
-    "IQ2_XXS": ("iq2_xxs", ("grid", "signs", "d")),
-}
+_SIMDGROUPS = 8  # of a threadgroup of linear.metal
+_BUFFERS = 31  # that a Metal kernel takes
 
 
-def _kernel(struct: str, planes: tuple[str, ...]) -> metal.Kernel:
+@cache
+def _kernel(kinds: tuple) -> metal.Kernel:
+    names = [f"w{i}" for i in range(len(kinds))]
+    inputs, readers_ = readers(dict(zip(names, kinds, strict=True)))
+    branches = []
+    for name, kind_ in zip(names, kinds, strict=True):
+        shape = f"{name}_{STRUCTS[kind_][1][0]}_shape[0]"
+        branches.append(f"""uint {name}_R = {shape} / G;
+uint {name}_size = linear_threadgroups({name}_R, TILE);
+if (place < {name}_size) {{
+  linear<ROWS, TILE>(x, {name}, {name}_out, part, x_shape[0], {name}_R, x_shape[2],
+      uint2(G, threadgroup_position_in_grid.y), place, simdgroup_index_in_threadgroup,
+      thread_index_in_simdgroup);
+  return;
+}}
+place -= {name}_size;
+""")
     return metal.Kernel(
         "linear",
-        inputs=["x", *planes],
-        outputs=["out"],
-        call=f"""threadgroup float part[32 * 8];
-{struct} w = {{{", ".join(planes)}}};
-uint G = threadgroups_per_grid.y;
-linear<ROWS, TILE>(x, w, out, part, x_shape[0], {planes[0]}_shape[0] / G, x_shape[2],
-    uint2(G, threadgroup_position_in_grid.y), threadgroup_position_in_grid.x,
-    uint2(simdgroups_per_threadgroup, simdgroup_index_in_threadgroup),
-    thread_index_in_simdgroup);""",
+        inputs=["x", *inputs],
+        outputs=[f"{name}_out" for name in names],
+        call=f"""threadgroup float part[{_SIMDGROUPS} * ((ROWS * TILE + 31) / 32 * 32)];
+{readers_}uint G = threadgroups_per_grid.y;
+uint place = threadgroup_position_in_grid.x;
+{"".join(branches)}""",
     )
-
-
-_KERNELS = {struct: _kernel(*struct) for struct in _STRUCTS.values()}
 
 
 def linear(x: mx.array, w: Matrix) -> mx.array:
@@ -53,13 +49,18 @@ def linear(x: mx.array, w: Matrix) -> mx.array:
     The kernel takes up to FEW rows, and every type; K is a multiple of 32, and w has 2048
     elements or more.
     """
-    groups = x[:, None]
-    return product(groups, w) if takes(groups, w) else linear_reference(x, w)
+    return linears(x, [w])[0]
 
 
 def linears(x: mx.array, ws: Sequence[Matrix]) -> list[mx.array]:
-    """x [N, K] float32, each w [M, K] -> [linear(x, w) for w in ws], bit for bit."""
-    return [linear(x, w) for w in ws]
+    """x [N, K] float32, each w [M, K] -> [linear(x, w) for w in ws], bit for bit.
+
+    One launch for all that the kernel takes, but for what is beyond Metal's 31 buffers.
+    """
+    groups = x[:, None]
+    taken = [w for w in ws if takes(groups, w)]
+    products_ = iter(products(groups, taken))
+    return [next(products_) if takes(groups, w) else linear_reference(x, w) for w in ws]
 
 
 def takes(x: mx.array, w: Matrix) -> bool:
@@ -69,25 +70,51 @@ def takes(x: mx.array, w: Matrix) -> bool:
     return metal.enabled() and x.shape[0] <= FEW and x.shape[2] % 32 == 0 and size >= 2048
 
 
-def product(x: mx.array, w: Matrix) -> mx.array:
-    """The kernel: x [N, G, K], w [G * R, K] -> [N, G * R], block g of w times x[:, g]."""
-    N, G, K = x.shape
-    M = w.shape[0]
-    assert M % G == 0 and w.shape[1] == K and x.dtype == mx.float32, (x.shape, w.shape, x.dtype)
-    planes, template = (w.planes, {}) if isinstance(w, Packed) else ({"data": w}, {"T": w.dtype})
-    struct = _STRUCTS[w.type if isinstance(w, Packed) else w.dtype]
-    # As many as fill a GPU; they order a row's sum, so they may depend on M, never on N.
-    simdgroups = 2 if M >= 16384 else 4 if M >= 4096 else 8
-    (out,) = _KERNELS[struct](
-        x,
-        *(planes[name] for name in struct[1]),
-        template={**template, "ROWS": N if N == 1 else metal.round_up(N, 2), "TILE": _OUTPUTS},
-        grid=(32 * simdgroups * -(-(M // G) // _OUTPUTS), G, 1),
-        group=(32 * simdgroups, 1, 1),
-        shapes=[(N, M)],
-        dtypes=[mx.float32],
-    )
+def products(x: mx.array, ws: Sequence[Matrix]) -> list[mx.array]:
+    """The kernel: x [N, G, K], each w [G * R, K] -> [N, G * R], block g of w times x[:, g]."""
+    first = 0
+    out = []
+    while first < len(ws):
+        last = first + 1
+        while last < len(ws) and _buffers(ws[first : last + 1]) <= _BUFFERS:
+            last += 1
+        out += _launch(x, ws[first:last])
+        first = last
     return out
+
+
+def _buffers(ws: Sequence[Matrix]) -> int:
+    """Of a launch: x and its shape; of each matrix its planes, their shape and the product."""
+    return 2 + len(arrays(*ws)) + 2 * len(ws)
+
+
+def _launch(x: mx.array, ws: Sequence[Matrix]) -> list[mx.array]:
+    N, G, K = x.shape
+    for w in ws:
+        assert w.shape[0] % G == 0 and w.shape[1] == K and x.dtype == mx.float32, (x, w.shape)
+    rows = N if N == 1 else metal.round_up(N, 2)
+    tile = _tile(rows)
+    threadgroups = sum(_threadgroups(w.shape[0] // G, tile) for w in ws)
+    return _kernel(tuple(kind(w) for w in ws))(
+        x,
+        *arrays(*ws),
+        template={"ROWS": rows, "TILE": tile},
+        grid=(32 * _SIMDGROUPS * threadgroups, G, 1),
+        group=(32 * _SIMDGROUPS, 1, 1),
+        shapes=[(N, w.shape[0]) for w in ws],
+        dtypes=[mx.float32] * len(ws),
+    )
+
+
+def _tile(rows: int) -> int:
+    """Outputs that a simdgroup sums at a time."""
+    return 4
+
+
+def _threadgroups(R: int, tile: int) -> int:
+    """linear_threadgroups of linear.metal."""
+    split = 2 if R >= 16384 else 4 if R >= 4096 else 8
+    return -(-R // (tile * _SIMDGROUPS // split))
 
 
 def linear_reference(x: mx.array, w: Matrix) -> mx.array:

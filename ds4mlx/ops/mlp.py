@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from ..packed import Matrix
-from .linear import linear
+from .linear import linear, linears
 
 
 def mlp(x: mx.array, w1: Matrix, w3: Matrix, w2: Matrix, limit: float) -> mx.array:
@@ -12,7 +12,7 @@ def mlp(x: mx.array, w1: Matrix, w3: Matrix, w2: Matrix, limit: float) -> mx.arr
 
 
 def mlp_reference(x, w1, w3, w2, limit):
-    return linear(swiglu(linear(x, w1), linear(x, w3), limit), w2)
+    return linear(swiglu(*linears(x, (w1, w3)), limit), w2)
 
 
 def swiglu(gate: mx.array, up: mx.array, limit: float) -> mx.array:

@@ -1,13 +1,17 @@
+import sys
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from ds4mlx.ops import metal
 from ds4mlx.ops.experts import experts, experts_reference
+from ds4mlx.ops.mlp import mlp_reference
 from tests.close import assert_close, assert_rows_alone, assert_same
 from tests.metal.bench import executed
 from tests.metal.cases import Case
-from tests.ops.matrices import exact, matrix
+from tests.metal.lint import generated, lint
+from tests.ops.matrices import TYPES, exact, matrix
 
 KINDS = [
     ("IQ2_XXS", "Q2_K"),
@@ -28,21 +32,25 @@ def make(up, down, rows):
     return x, mx.array(ids, mx.uint32), mx.random.uniform(shape=(rows, K)), w1, w3, w2
 
 
-def block(up, down, E, F, D, K):
-    """experts(...) with random weights, and 8 rows for it."""
+def block(up, down, E, F, D, K, shared=None):
+    """experts(...) with random weights, `shared` of that type, and 8 rows for it."""
     w = [matrix(up, E, F, D), matrix(up, E, F, D, seed=1), matrix(down, E, D, F)]
     rng = np.random.default_rng(E)
     mx.random.seed(E)
     ids = mx.array(np.stack([rng.permutation(E)[:K] for _ in range(8)]), mx.uint32)
     x, weights = mx.random.normal((8, D)) / 8, mx.random.uniform(shape=(8, K))
-    return (lambda x, ids, weights: experts(x, ids, weights, *w, LIMIT)), [x, ids, weights]
+    if shared:
+        shared = [matrix(shared, *shape, seed=2) for shape in ((F, D), (F, D), (D, F))]
+    op = lambda x, ids, weights: experts(x, ids, weights, *w, LIMIT, shared)  # noqa: E731
+    return op, [x, ids, weights]
 
 
 CASES = {  # atol: about 1e-5 of the greatest element
     "odd": Case(lambda: block("MXFP4", "MXFP4", 5, 32, 96, 3), "check", atol=1e-3),
     "one expert": Case(lambda: block("Q4_K", "Q4_K", 1, 256, 256, 1), "check", atol=1e-2),
-    "iq2": Case(lambda: block("IQ2_XXS", "Q2_K", 3, 256, 256, 2), "check", atol=1e-3),
     "q8": Case(lambda: block("Q8_0", "Q8_0", 4, 32, 32, 2), "check", atol=1e-3),
+    "shared": Case(lambda: block("IQ2_XXS", "Q2_K", 3, 256, 256, 2, "Q8_0"), "check", atol=1e-3),
+    "two blocks": Case(lambda: block("MXFP4", "Q8_0", 1, 1056, 64, 1, "F16"), "guard", atol=1e-3),
     "embedded": Case(lambda: block("MXFP4", "MXFP4", 8, 256, 256, 2), "guard", atol=1e-3),
     # Flash's k of 6 and parts of its matrices, for whole ones are slow on a CPU
     "flash": Case(lambda: block("MXFP4", "MXFP4", 8, 128, 512, 6), "guard", atol=1e-2),
@@ -83,33 +91,45 @@ def test_kernel_hides_no_nan():
 
 
 @pytest.mark.parametrize(
-    "types, launched",
+    "types, shared, launched",
     [
-        (("Q8_0", "Q8_0", "Q8_0"), ["experts", "experts_down"]),
-        (("IQ2_XXS", "IQ2_XXS", "Q2_K"), ["experts", "experts_down"]),
-        (("MXFP4", "MXFP4", "BF16"), ["experts"]),
-        (("Q8_0", "MXFP4", "Q8_0"), []),
-        (("Q6_K", "Q6_K", "Q8_0"), []),
+        (("IQ2_XXS", "IQ2_XXS", "Q2_K"), ("Q8_0",) * 3, 2),
+        (("MXFP4", "MXFP4", "BF16"), None, 2),
+        (("Q8_0", "MXFP4", "Q8_0"), None, 0),
+        (("Q8_0",) * 3, ("Q8_0", "Q6_K", "Q8_0"), 0),
     ],
 )
-def test_types_choose_kernels_or_the_reference(types, launched, monkeypatch):
+def test_types_choose_kernels_or_the_reference(types, shared, launched):
     w1, w3, w2 = (matrix(t, 2, 256, 256, seed=i) for i, t in enumerate(types))
+    shared = shared and [matrix(t, 256, 256, seed=i) for i, t in enumerate(shared)]
     x, ids, weights = mx.ones((1, 256)), mx.array([[1, 0]], mx.uint32), mx.ones((1, 2))
     names = []
-    with executed(), monkeypatch.context() as patch:  # undone before the executor is left
+    with executed(), pytest.MonkeyPatch.context() as patch:  # undone before the executor is left
         launch = metal.launch
         patch.setattr(metal, "launch", lambda k, *a: names.append(k.name) or launch(k, *a))
-        out = experts(x, ids, weights, w1, w3, w2, LIMIT)
-    want = experts_reference(x, ids, weights, w1, w3, w2, LIMIT)
-    assert names == launched
+        out = experts(x, ids, weights, w1, w3, w2, LIMIT, shared)
+    want = experts_reference(x, ids, weights, w1, w3, w2, LIMIT, shared)
+    assert [n for n in names if n != "linear"] == ["experts", "experts_down"][:launched]
     assert_close(out, want, atol=1e-5 * float(mx.abs(want).max()))
 
 
-def test_more_than_8_rows_take_the_reference():
-    x, ids, weights, *w = make("MXFP4", "MXFP4", 9)
-    want = experts_reference(x, ids, weights, *w, LIMIT)
-    with executed():
-        assert_same(experts(x, ids, weights, *w, LIMIT), want)
+@pytest.mark.parametrize("type", TYPES)
+def test_the_address_spaces_of_every_type_hold(type):
+    w1, w2 = matrix(type, 2, 256, 256), matrix(type, 256, 256)
+    ids, weights = mx.zeros((3, 2), mx.uint32), mx.zeros((3, 2))
+    sources = generated(
+        lambda x: experts(x, ids, weights, w1, w1, w1, LIMIT, [w2] * 3), mx.zeros((3, 256))
+    )
+    assert len(sources) == 2
+    assert [fault for source in sources for fault in lint(source)] == []
+
+
+def test_a_shared_expert_adds_what_it_gives_alone():
+    x, ids, weights, *w = make("MXFP4", "Q8_0", 3)
+    shared = [matrix("Q8_0", *m.shape[1:], seed=7) for m in w]
+    routed = experts_reference(x, ids, weights, *w, LIMIT)
+    want = routed + mlp_reference(x, *shared, LIMIT)
+    assert_same(experts(x, ids, weights, *w, LIMIT, shared), want)
 
 
 @pytest.mark.parametrize("up, down", KINDS)
@@ -154,3 +174,18 @@ def test_gathered_products_equal_a_dense_loop_at_ragged_sizes(type, rows):
         gate = W1[e] @ X[n]
         want = W2[e] @ (gate / (1 + np.exp(-gate)) * (W3[e] @ X[n]))
         assert_close(got[n], want, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("types", [("IQ2_XXS", "Q2_K"), ("MXFP4", "MXFP4"), ("F32", "F32")])
+def test_many_rows_are_sorted_by_expert_and_come_back_in_order(types, monkeypatch):
+    a, b = types
+    w1, w3, w2 = matrix(a, 5, 256, 256), matrix(a, 5, 256, 256), matrix(b, 5, 256, 256)
+    monkeypatch.setattr(sys.modules["ds4mlx.ops.experts"], "_TILE", 100 * 5 * 256)
+    mx.random.seed(4)
+    x = mx.random.normal((13, 256)) / 64
+    ids = ((mx.random.randint(0, 5, (13, 1)) + mx.array([[0, 3]])) % 5).astype(mx.uint32)
+    weights = mx.random.uniform(shape=(13, 2))
+    want = np.array(experts_reference(x, ids, weights, w1, w3, w2, 10.0))
+    with executed("guard"):
+        got = experts(x, ids, weights, w1, w3, w2, 10.0)
+    assert_close(got, want, atol=1e-5 * np.abs(want).max())

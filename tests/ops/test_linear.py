@@ -1,16 +1,12 @@
-import re
 import sys
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from ds4mlx.convert.blocks import iq2xxs_grid
 from ds4mlx.ops import linear as linear_op
-from ds4mlx.ops import metal
-from ds4mlx.ops.dequantize import dequantize_reference
+from ds4mlx.ops import linears, metal
 from ds4mlx.ops.linear import linear_reference
-from ds4mlx.packed import Packed
 from tests.close import assert_close, assert_rows_alone, assert_same
 from tests.metal.bench import executed
 from tests.metal.cases import Case
@@ -34,10 +30,20 @@ def make(type, M, K):
     return lambda x: linear_op(x, w), [mx.random.normal((8, K))]
 
 
+MIXED = [("Q8_0", 13), ("F16", 70), ("IQ2_XXS", 8), ("Q8_0", 4100)]
+
+
+def mixed():
+    ws = [stored(type, M, 256) for type, M in MIXED]
+    mx.random.seed(4)
+    return (lambda x: tuple(linears(x, ws))), [mx.random.normal((8, 256))], ws
+
+
 CASES = {
     "q8_0-odd": Case(lambda: make("Q8_0", 13, 1056), "check", atol=2e-4),
     "f16-odd": Case(lambda: make("F16", 70, 32), "check", atol=2e-5),
     "q8_0-flash": Case(lambda: make("Q8_0", 512, 4096), "guard", atol=3e-3),
+    "mixed": Case(lambda: mixed()[:2], "guard", atol=2e-4),
     "q4_k-flash": Case(lambda: make("Q4_K", 512, 4096), "guard", atol=2e-2),
 }
 
@@ -55,59 +61,41 @@ def test_kernel_matches_float64_where_a_lane_reads_several_vectors(type):
         assert_close(linear_op(x, w), want, atol=1e-6 * np.abs(want).max())
 
 
-class Reader(metal.Kernel):
-    """Writes what dequantize.h reads."""
-
-    header = property(
-        lambda self: (
-            metal.read_source("dequantize.h")
-            + """
-template <typename W>
-METAL_FUNC void reader(W w, device float4* out, uint i) {
-  float4 v[W::QUADS];
-  read(w, 4 * W::QUADS * i, v);
-  for (int j = 0; j < W::QUADS; j++) {
-    out[W::QUADS * i + j] = v[j];
-  }
-}
-"""
-        )
-    )
-
-    def __init__(self, w):
-        self.struct, self.planes = MODULE._STRUCTS[w.type if isinstance(w, Packed) else w.dtype]
-        planes = ", ".join(self.planes)
-        call = f"""{self.struct} w = {{{planes}}};
-if (thread_position_in_grid.x < ELEMENTS / (4 * w.QUADS)) {{
-  reader(w, (device float4*)out, thread_position_in_grid.x);
-}}"""
-        super().__init__("reader", inputs=list(self.planes), outputs=["out"], call=call)
-
-    def values(self, w):
-        elements = w.shape[0] * w.shape[1]
-        (out,) = self(
-            *([w.planes[name] for name in self.planes] if isinstance(w, Packed) else [w]),
-            template={"ELEMENTS": elements, **({} if isinstance(w, Packed) else {"T": w.dtype})},
-            grid=(metal.round_up(elements // 4, 64), 1, 1),
-            group=(64, 1, 1),
-            shapes=[w.shape],
-            dtypes=[mx.float32],
-        )
-        return out
-
-
 @pytest.mark.parametrize("type", TYPES)
-def test_the_kernel_reads_exactly_the_values_of_the_reference(type):
-    w = stored(type, 33, 256)
-    with executed("check"):
-        got = Reader(w).values(w)
-    assert_close(got, dequantize_reference(w), atol=0)  # 0 and -0 are one value
+def test_the_kernel_reads_the_exact_value_of_every_weight(type):
+    w = stored(type, 8, 256)
+    with executed():
+        read = mx.concatenate([linear_op(x, w) for x in mx.eye(256).reshape(32, 8, 256)])
+    assert np.array_equal(np.array(read).T, exact(w))
 
 
-def test_the_grid_of_iq2_xxs_in_the_kernel_is_the_one_of_the_converter():
-    table = re.findall(r"\b0x(\w{16})\b", metal.read_source("dequantize.h"))
-    bytes_ = np.array([np.frombuffer(bytes.fromhex(word)[::-1], np.uint8) for word in table])
-    assert np.array_equal(bytes_, iq2xxs_grid())
+@pytest.mark.parametrize("rows", [1, 6])
+def test_products_of_one_launch_equal_those_of_several(rows):
+    op, (x,), ws = mixed()
+    names = []
+    with executed(), pytest.MonkeyPatch.context() as patch:
+        launch = metal.launch
+        patch.setattr(metal, "launch", lambda k, *a: names.append(k.name) or launch(k, *a))
+        together = op(x[:rows])
+        assert names == ["linear"]
+        for y, w in zip(together, ws, strict=True):
+            assert_same(y, linear_op(x[:rows], w))
+
+
+def test_matrices_past_the_buffers_of_metal_take_another_launch():
+    ws = [stored("Q4_K", 8, 256) for _ in range(9)]  # 3 planes, a shape and a product each
+    sources = generated(lambda x: tuple(linears(x, ws)), mx.zeros((1, 256)))
+    assert len(sources) == 2
+    assert [fault for source in sources for fault in lint(source)] == []
+
+
+def test_a_matrix_that_the_kernel_refuses_takes_the_reference_among_others():
+    ws = [matrix("Q8_0", 13, 256), matrix("F32", 7, 256), matrix("F16", 9, 256)]
+    x = mx.random.normal((2, 256))
+    with executed():
+        got = linears(x, ws)
+        assert_same(got[1], linear_reference(x, ws[1]))
+        assert_same(got[2], linear_op(x, ws[2]))
 
 
 @pytest.mark.parametrize("type", TYPES)
