@@ -5,6 +5,7 @@ What a file leaves out and its tensors tell is derived; what only a key can tell
 
 import math
 import re
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -378,6 +379,12 @@ def _origin(gguf: GGUF) -> dict[str, str | None]:
     keys = [f"general.{k}" for k in general]
     keys += [k for k in gguf.metadata if "checkpoint" in k or "revision" in k]
     texts = [gguf.metadata.get(k) for k in keys] + [gguf.path.name, gguf.given.name]
+    found = lineage(texts)
+    return {"lineage": found, "release": found if found != "vision-exp" else None}
+
+
+def lineage(texts: Iterable) -> str | None:
+    """The checkpoint that the first text with such a word names: "0731", "preview", .."""
     patterns = {
         "vision-exp": r"vision",
         "0731": r"(?<![0-9a-f])0731(?![0-9a-f])",  # not within a hash
@@ -390,8 +397,7 @@ def _origin(gguf: GGUF) -> dict[str, str | None]:
         for name, pattern in patterns.items()
         if re.search(pattern, text, re.IGNORECASE)
     )
-    lineage = next(hits, None)
-    return {"lineage": lineage, "release": lineage if lineage != "vision-exp" else None}
+    return next(hits, None)
 
 
 def _brief(values) -> str:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -20,10 +21,11 @@ import numpy as np
 
 from .. import __version__
 from ..errors import FileError, UsageError
-from .flow import CHUNK, Flow, check_room, read_at, write_at
+from .flow import CHUNK, Flow, check_room, write_at
 from .gguf import GGUF, open_gguf
 from .hub import describe, to_json
 from .plan import SOURCE, Item, Layout, layouts, make_plan
+from .quantize import relative
 from .receipt import RECEIPT, receipt
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -40,6 +42,8 @@ _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 def convert(source, out, *, overwrite: bool = False, progress: Progress | None = None) -> Path:
     """Write the target or DSpark draft of a GGUF (any shard of a set) as a folder; its path.
 
+    `source` may be a GGUF that is open already, and need not lie on a disk.
+
     The folder holds `config.json`, `model-0000N-of-0000M.safetensors` with their index, the
     tokenizer's files, and `receipt.json`; `receipt.reverse` makes the GGUF of it again. Ended at
     any moment, the same call goes on where it stopped, with the same result.
@@ -47,7 +51,7 @@ def convert(source, out, *, overwrite: bool = False, progress: Progress | None =
     Raises UsageError for a folder that is in use, or holds anything else (unless `overwrite`),
     and FileError for a damaged file or a disk without room; both before a tensor is read.
     """
-    gguf = open_gguf(source)
+    gguf = source if isinstance(source, GGUF) else open_gguf(source)
     files, official = describe(gguf)
     items = make_plan(gguf, official)
     outputs = layouts(items)
@@ -84,17 +88,16 @@ def _stopped(out: Path, error: OSError) -> str:
 def _identity(gguf: GGUF, items: list[Item], outputs: dict[str, Layout]) -> dict:
     """What must be the same for a conversion to go on."""
     digest = hashlib.sha256()
-    for path in gguf.parts:
+    for i, path in enumerate(gguf.parts):
         starts = [t.offset for t in gguf.tensors.values() if t.path == path.resolve()]
-        with path.open("rb") as file:
-            digest.update(file.read(min([*starts, 1 << 26])))  # no header is longer
+        with gguf.reading(i) as read:
+            digest.update(read(0, min([*starts, gguf.sizes[i], 1 << 26])))  # no header is longer
     for layout in outputs.values():
         digest.update(layout.header)
-    stats = [path.stat() for path in gguf.parts]
     return {
         "version": __version__,
         "headers": digest.hexdigest(),
-        "sources": [[s.st_size, s.st_mtime_ns] for s in stats],
+        "sources": gguf.stamps,
     }
 
 
@@ -167,7 +170,8 @@ def _write_tensors(gguf, out, items, outputs, journal, progress: Progress | None
     _forget(out, items, outputs, journal)
     total, moved, fresh, held = gguf.nbytes, 0, [], 0
     with ExitStack() as stack:
-        sources = [stack.enter_context(path.open("rb")) for path in gguf.parts]
+        sources = [stack.enter_context(gguf.reading(i)) for i in range(len(gguf.parts))]
+        readers = stack.enter_context(ThreadPoolExecutor(gguf.readers))
         targets = {
             name: stack.enter_context(_opened(out / name, layout))
             for name, layout in outputs.items()
@@ -192,9 +196,8 @@ def _write_tensors(gguf, out, items, outputs, journal, progress: Progress | None
             if done.get((item.name, item.part)):
                 tick(item.nbytes)
                 continue
-            source, target = sources[item.part].fileno(), targets[item.file].fileno()
-            chunks = _chunks(item, source, gguf.parts[item.part])
-            starts = outputs[item.file].starts
+            target, starts = targets[item.file].fileno(), outputs[item.file].starts
+            chunks = _chunks(item, readers, sources[item.part])
             fresh.append(_write_item(flow, item, chunks, target, starts, tick))
             held += item.nbytes
             if held >= COMMIT:  # while the disk is waited for, the work goes on
@@ -219,12 +222,17 @@ def _forget(out: Path, items: list[Item], outputs: dict[str, Layout], journal):
 
 def _write_item(flow: Flow, item: Item, chunks, target: int, starts: dict, tick) -> dict:
     """Write the planes of a tensor -> its entry of the journal."""
-    before = hashlib.sha256()
+    before, cost = hashlib.sha256(), Counter()
     after = {name: hashlib.sha256() for name in item.planes}
 
+    def hashed_before(chunk):
+        _, raw, errors = chunk
+        before.update(raw.result())
+        cost.update(errors)
+
     def work(chunk):
-        places, raw = chunk
-        planes = item.repack(raw)
+        places, raw, _ = chunk
+        planes = item.repack(raw.result())
         for name, plane in planes.items():
             write_at(target, starts[item.planes[name].key] + places[name].start, plane)
         return planes
@@ -233,14 +241,17 @@ def _write_item(flow: Flow, item: Item, chunks, target: int, starts: dict, tick)
         for name, plane in planes.items():
             after[name].update(plane)
 
-    flow.run(chunks, lambda chunk: before.update(chunk[1]), work, hashed, tick)
+    flow.run(chunks, hashed_before, work, hashed, tick)
     results = {name: digest.hexdigest() for name, digest in after.items()}
-    return {"name": item.name, "part": item.part, "sha256": before.hexdigest(), "planes": results}
+    entry = {"name": item.name, "part": item.part, "sha256": before.hexdigest()}
+    return entry | {"planes": results, "error": relative(cost)}
 
 
-def _chunks(item: Item, source: int, path: Path) -> Iterator[tuple[int, tuple]]:
+def _chunks(item: Item, readers: ThreadPoolExecutor, read) -> Iterator[tuple[int, tuple]]:
     for start, at, size in item.chunks(CHUNK):
-        yield size, (item.slices(at, size), read_at(source, start, size, path))
+        errors = Counter()
+        raw = readers.submit(read, start, size, errors)
+        yield size, (item.slices(at, size), raw, errors)
 
 
 @contextmanager

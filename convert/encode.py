@@ -96,23 +96,50 @@ def _mxfp4(x, weights, out):
 def _affine(type: str, x, weights, out, *, sub: int, levels: int, steps: int):
     """Q2_K and Q4_K: d * scale * code - dmin * min, one scale and one min per `sub` elements.
 
-    Codes go up to `levels`, scales and minima up to `steps`.
+    Codes go up to `levels`, scales and minima up to `steps`. Rounded codes have other least
+    squares, for d and dmin and for the scales; these are rounded anew, and the best kept.
     """
     x, weights = (a.reshape(*out.shape, -1, sub) for a in (x, weights))
     scales, mins = _fit(x, weights, levels)
-    d = _half(np.stack([scales.max(axis=-1), mins.max(axis=-1)], axis=-1) / np.float32(steps))
-    wide = d.astype(np.float32)
-    scale_codes, min_codes = (
-        np.clip(np.rint(a * _inverse(wide[..., i : i + 1])), 0, steps).astype(np.uint8)
-        for i, a in enumerate((scales, mins))
-    )
-    scales, mins = wide[..., 0:1] * scale_codes, wide[..., 1:2] * min_codes
-    codes = np.rint((x + mins[..., None]) * _inverse(scales)[..., None])
-    codes = np.clip(codes, 0, levels).astype(np.uint8)
-    out["d"] = d
+    wide = np.stack([scales.max(axis=-1), mins.max(axis=-1)], axis=-1) / np.float32(steps)
+    best, kept = np.full(out.shape, np.inf, np.float32), None
+    for _ in range(6):
+        d = _half(wide)
+        wide = d.astype(np.float32)
+        scale_codes, min_codes = (
+            np.clip(np.rint(a * _inverse(wide[..., i : i + 1])), 0, steps)
+            for i, a in enumerate((scales, mins))
+        )
+        scale, least = wide[..., 0:1] * scale_codes, wide[..., 1:2] * min_codes
+        codes = np.rint((x + least[..., None]) * _inverse(scale)[..., None])
+        codes = np.clip(codes, 0, levels)
+        error = weights * (scale[..., None] * codes - least[..., None] - x) ** 2
+        error = error.sum(axis=(-1, -2))
+        better, best = error < best, np.minimum(error, best)
+        found = d, scale_codes, min_codes, codes
+        kept = kept or found
+        for old, new in zip(kept, found, strict=True):
+            old[better] = new[better]
+        whole = scale_codes[..., None] * codes, min_codes[..., None]
+        wide = _least_squares(*whole, x, weights, (-1, -2))
+        scales, mins = np.moveaxis(_least_squares(codes, np.float32(1), x, weights, -1), -1, 0)
+    out["d"] = kept[0]
+    scale_codes, min_codes, codes = (a.astype(np.uint8) for a in kept[1:])
     out["codes"] = gather(type, codes.reshape(*out.shape, -1))
     packed = pack_k_scales if type == "Q4_K" else lambda low, high: low | (high << 4)
     out["scales"] = packed(scale_codes, min_codes)
+
+
+def _least_squares(a, b, x, w, every) -> np.ndarray:
+    """(d, e) of 0 or more with x near d * a - e * b, over the axes `every` -> [..., 2]."""
+    wa, wb = w * a, w * b
+    aa, ab, bb = ((p * q).sum(axis=every) for p, q in ((wa, a), (wa, b), (wb, b)))
+    ax, bx = (wa * x).sum(axis=every), (wb * x).sum(axis=every)
+    inverse = _inverse(aa * bb - ab * ab)
+    d, e = (ax * bb - bx * ab) * inverse, (ax * ab - bx * aa) * inverse
+    alone = (bb == 0) | (e < 0)  # no minima, or none that help
+    pair = np.where(alone, ax * _inverse(aa), d), np.where(alone, 0, e)
+    return np.stack(pair, axis=-1).clip(0, np.finfo(np.float16).max)
 
 
 def _fit(x, w, levels: int) -> tuple[np.ndarray, np.ndarray]:
@@ -125,7 +152,7 @@ def _fit(x, w, levels: int) -> tuple[np.ndarray, np.ndarray]:
     best = np.full(low.shape, np.inf, np.float32)
     scales, mins = np.zeros_like(low), -low
     sum_w, sum_x = w.sum(axis=-1), (w * x).sum(axis=-1)
-    for width in np.linspace(levels - 1, levels + 1, 21, dtype=np.float32):
+    for width in np.linspace(levels - 1, levels + 1, 11, dtype=np.float32):
         code = np.rint((x - low[..., None]) * (width * inverse)[..., None])
         code = np.clip(code, 0, levels)
         wq = w * code

@@ -19,10 +19,11 @@ _AHEAD = 6  # chunks that are held at once
 
 
 class Flow:
-    """A context manager whose threads end with it."""
+    """A context manager whose threads end with it; by default a few, as disks are the limit."""
 
-    def __init__(self):
-        workers = max(2, min(4, os.cpu_count() or 2))
+    def __init__(self, workers: int | None = None):
+        workers = workers or max(2, min(4, os.cpu_count() or 2))
+        self._ahead = max(_AHEAD, workers + 2)
         self._pools = [ThreadPoolExecutor(n) for n in (workers, 1, 1)]
 
     def __enter__(self):
@@ -58,7 +59,7 @@ class Flow:
             worked = pool.submit(work, chunk)
             then = last.submit(lambda f: after(f.result()), worked)
             held.append((size, first.submit(before, chunk), then))
-            if len(held) >= _AHEAD:
+            if len(held) >= self._ahead:
                 finish()
         while held:
             finish()

@@ -9,7 +9,8 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ..errors import FileError, UsageError
+from .flow import read_at
 
 # ggml type code -> (name, elements of a block, bytes of a block)
 TYPES = {int(t): (t.name, *GGML_QUANT_SIZES[t]) for t in GGMLQuantizationType}
@@ -131,6 +133,32 @@ class GGUF:
     @property
     def shards(self) -> int:
         return len(self.parts)
+
+    @property
+    def readers(self) -> int:
+        """Threads that reading is worth: the bytes only have to come from the disk."""
+        return 1
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each of the files."""
+        return [path.stat().st_size for path in self.parts]
+
+    @property
+    def stamps(self) -> list:
+        """What changes when the files do."""
+        stats = [path.stat() for path in self.parts]
+        return [[s.st_size, s.st_mtime_ns] for s in stats]
+
+    @contextmanager
+    def reading(self, part: int) -> Iterator[Callable[..., np.ndarray]]:
+        """A function (start, size) -> the bytes of one of the files, uint8.
+
+        It takes a Counter too, as what is not on a disk counts what its encoding costs.
+        """
+        path = self.parts[part]
+        with path.open("rb") as file:
+            yield lambda start, size, _=None: read_at(file.fileno(), start, size, path)
 
     def __repr__(self) -> str:
         return f"GGUF({self.path.name[-80:]!r}, {len(self.tensors)} tensors, {self.nbytes} bytes)"

@@ -6,30 +6,21 @@ Keys, names and types are those of ds4's own files (the format's description, 1.
 """
 
 import argparse
-import json
 import re
 import sys
 from collections import Counter
-from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from ..errors import Ds4Error, FileError
 from .blocks import decode
+from .checkpoint import Source, read_json, sources
 from .encode import encode
 from .gguf import Tensor, open_gguf
-from .names import draft_name, gguf_name, target_name
-from .safetensors import Entry, read_safetensors
+from .metadata import draft_metadata, target_metadata, tokenizer_metadata
+from .quantize import EXPERTS, Image, image, write
 from .write import typed, write_gguf
 
-# Types of the routed experts: gate and up, down.
-EXPERTS = {
-    "mxfp4": ("MXFP4", "MXFP4"),
-    "q4_k": ("Q4_K", "Q4_K"),
-    "iq2_xxs": ("IQ2_XXS", "Q2_K"),
-}
-_EXPERT = re.compile(r"(.+\.experts\.)([0-9]+)\.(w[123]\.weight)")
+NAME = "DeepSeek V4"
 
 
 def make_pair(source, out, experts: str = "mxfp4") -> str:
@@ -38,16 +29,17 @@ def make_pair(source, out, experts: str = "mxfp4") -> str:
     Raises FileError if a tensor has no place there, or if MXFP4 cannot hold an expert exactly.
     """
     source, out = Path(source), Path(out)
-    config = json.loads((source / "config.json").read_text())
-    tokenizer = json.loads((source / "tokenizer.json").read_text())
-    out.mkdir(parents=True, exist_ok=True)
+    config = read_json(source / "config.json")
+    target = target_metadata(config, f"{NAME} nano", chat=False)  # roles were never trained
+    target |= tokenizer_metadata(read_json(source / "tokenizer.json"), config)
+    draft = draft_metadata(config, f"{NAME} nano DSpark support", config["n_mtp_layers"])
     rounded = Counter()
     for name, prefix, metadata in (
-        ("nano.gguf", "target", target_metadata(config) | tokenizer_metadata(tokenizer, config)),
-        ("nano-dspark.gguf", "draft", draft_metadata(config)),
+        ("nano.gguf", "target", target),
+        ("nano-dspark.gguf", "draft", draft),
     ):
-        tensors = _tensors(_entries(source, prefix), EXPERTS[experts], rounded)
-        write_gguf(out / name, metadata, tensors)
+        made = image(source, metadata, _sources(source, prefix), experts)
+        rounded += _rounded(made, write(made, out / name, overwrite=True))
     return "".join(f"{count} values rounded in {kind}\n" for kind, count in sorted(rounded.items()))
 
 
@@ -61,182 +53,24 @@ def _transcoded(t: Tensor, experts: str) -> tuple:
     if "_exps." not in t.name:
         return t.name, t.type, t.shape, t.read
     type = EXPERTS[experts]["_down_" in t.name]
-    return t.name, type, t.shape, lambda: _encode(t.name, type, decode(t.type, t.read()))
+    return t.name, type, t.shape, lambda: encode(type, decode(t.type, t.read()))
 
 
-def target_metadata(config: dict) -> dict[str, tuple]:
-    """Metadata of the target from its `config.json`: key -> (type, value)."""
-    layers, yarn = config["num_hidden_layers"], config["rope_scaling"]
-    u32 = {
-        "block_count": layers,
-        "embedding_length": config["hidden_size"],
-        "vocab_size": config["vocab_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": config["head_dim"],
-        "attention.value_length": config["head_dim"],
-        "rope.dimension_count": config["qk_rope_head_dim"],
-        "attention.q_lora_rank": config["q_lora_rank"],
-        "attention.output_lora_rank": config["o_lora_rank"],
-        "attention.output_group_count": config["o_groups"],
-        "expert_count": config["n_routed_experts"],
-        "expert_used_count": config["num_experts_per_tok"],
-        "expert_feed_forward_length": config["moe_intermediate_size"],
-        "expert_shared_count": config["n_shared_experts"],
-        "hash_layer_count": config["num_hash_layers"],
-        "expert_group_count": 0,
-        "expert_group_used_count": 0,
-        "expert_gating_func": 4,  # sqrt of softplus
-        "attention.sliding_window": config["sliding_window"],
-        "attention.indexer.head_count": config["index_n_heads"],
-        "attention.indexer.key_length": config["index_head_dim"],
-        "attention.indexer.top_k": config["index_topk"],
-        "hyper_connection.count": config["hc_mult"],
-        "hyper_connection.sinkhorn_iterations": config["hc_sinkhorn_iters"],
-        "rope.scaling.original_context_length": yarn["original_max_position_embeddings"],
-        "context_length": config["max_position_embeddings"],
-    }
-    f32 = {
-        "rope.freq_base": config["rope_theta"],
-        "attention.compress_rope_freq_base": config["compress_rope_theta"],
-        "expert_weights_scale": config["routed_scaling_factor"],
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "hyper_connection.epsilon": config["hc_eps"],
-        "rope.scaling.factor": yarn["factor"],
-        "rope.scaling.yarn_beta_fast": yarn["beta_fast"],
-        "rope.scaling.yarn_beta_slow": yarn["beta_slow"],
-    }
-    other = {
-        "attention.compress_ratios": ("[UINT32]", config["compress_ratios"][:layers]),
-        "swiglu_clamp_exp": ("[FLOAT32]", [config["swiglu_limit"]] * layers),
-        "expert_weights_norm": ("BOOL", config["norm_topk_prob"]),
-        "rope.scaling.type": ("STRING", yarn["type"]),
-    }
-    values = {key: ("UINT32", value) for key, value in u32.items()}
-    values |= {key: ("FLOAT32", value) for key, value in f32.items()} | other
-    return {
-        "general.architecture": ("STRING", "deepseek4"),
-        "general.name": ("STRING", "DeepSeek V4 nano"),
-        "general.alignment": ("UINT32", 32),
-        **{f"deepseek4.{key}": value for key, value in values.items()},
-        "ds4mlx.chat": ("BOOL", False),  # the roles' tokens exist but were never trained
-    }
+def _sources(folder: Path, prefix: str) -> dict[str, tuple[Source, ...]]:
+    paths = sorted(folder.glob(f"{prefix}_weights*.safetensors"))
+    if not (found := sources(paths)):
+        raise FileError(f"{folder}: no tensors in {prefix}_weights*.safetensors")
+    return found
 
 
-def tokenizer_metadata(tokenizer: dict, config: dict) -> dict[str, tuple]:
-    """The `tokenizer.ggml` keys from a `tokenizer.json` (byte-level BPE, GPT-2's byte alphabet)."""
-    vocab = sorted(tokenizer["model"]["vocab"].items(), key=lambda item: item[1])
-    tokens = [token for token, _ in vocab]
-    if [index for _, index in vocab] != list(range(config["vocab_size"])):
-        raise FileError(
-            f"tokenizer.json: ids of {len(vocab)} tokens, wanted 0 to {config['vocab_size'] - 1}"
-        )
-    kinds = [1] * len(tokens)
-    for added in tokenizer["added_tokens"]:
-        marker = added["content"].startswith("<｜") and added["content"].endswith("｜>")
-        kinds[added["id"]] = 3 if added["special"] or marker else 4
-    merges = [m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]]
-    return {
-        "tokenizer.ggml.model": ("STRING", "gpt2"),
-        "tokenizer.ggml.pre": ("STRING", "joyai-llm"),
-        "tokenizer.ggml.tokens": ("[STRING]", tokens),
-        "tokenizer.ggml.token_type": ("[INT32]", kinds),
-        "tokenizer.ggml.merges": ("[STRING]", merges),
-        "tokenizer.ggml.bos_token_id": ("UINT32", config["bos_token_id"]),
-        "tokenizer.ggml.eos_token_id": ("UINT32", config["eos_token_id"]),
-    }
-
-
-def draft_metadata(config: dict) -> dict[str, tuple]:
-    """The nine keys of a DSpark support file, in ds4's order."""
-    return {
-        "general.architecture": ("STRING", "deepseek4-dspark"),
-        "general.name": ("STRING", "DeepSeek V4 nano DSpark support"),
-        "general.alignment": ("UINT32", 32),
-        "dspark.block_size": ("UINT32", config["dspark_block_size"]),
-        "dspark.markov_rank": ("UINT32", config["dspark_markov_rank"]),
-        "dspark.noise_token_id": ("UINT32", config["dspark_noise_token_id"]),
-        "dspark.target_layer_ids": ("[UINT32]", config["dspark_target_layer_ids"]),
-        "dspark.stage_count": ("UINT32", config["n_mtp_layers"]),
-        "dspark.n_layers": ("UINT32", config["n_mtp_layers"]),
-    }
-
-
-def _entries(source: Path, prefix: str) -> dict[str, Entry]:
-    entries = {}
-    for path in sorted(source.glob(f"{prefix}_weights*.safetensors")):
-        entries |= read_safetensors(path)
-    if not entries:
-        raise FileError(f"{source}: no tensors in {prefix}_weights*.safetensors")
-    return entries
-
-
-def _tensors(entries: dict[str, Entry], experts: tuple[str, str], rounded: Counter) -> list:
-    """What `write_gguf` takes, sorted by name. Raises FileError that names what has no place."""
-    stacks, tensors, problems = {}, {}, []
-    for official, entry in entries.items():
-        match = _EXPERT.fullmatch(official)
-        stacked, index = (match[1] + match[3], int(match[2])) if match else (official, None)
-        stacks.setdefault(stacked, {})[index] = entry
-        if entry.dtype not in ("F32", "F16", "BF16", "I32"):
-            problems.append(f"{official} is {entry.dtype}, wanted F32, F16, BF16 or I32")
-    for official, parts in stacks.items():
-        name = gguf_name(official)
-        if official not in (target_name(name), draft_name(name, 0)):
-            problems.append(f"{official} has no place in a GGUF")
-        if None not in parts and set(parts) != set(range(len(parts))):
-            problems.append(f"{official} has experts {sorted(parts)}, wanted 0, 1, ..")
-        first = next(iter(parts.values()))
-        type = _type(official, first, experts)
-        if None in parts:
-            tensors[name] = (type, first.shape, partial(_plain, name, type, first, rounded))
-        else:
-            stack = [parts[index] for index in sorted(parts)]
-            shape = (len(stack), *first.shape)
-            tensors[name] = (type, shape, partial(_experts, name, type, stack))
-    if problems:
-        raise FileError(f"tensors that cannot be converted: {'; '.join(problems)}")
-    return [(name, *tensors[name]) for name in sorted(tensors, key=str.encode)]
-
-
-def _type(official: str, entry: Entry, experts: tuple[str, str]) -> str:
-    """The type that ds4's own files give a tensor (the format's description, 1.5 and 2.2)."""
-    if entry.dtype == "I32":
-        return "I32"
-    if len(entry.shape) == 1:
-        return "F32"
-    if ".ffn.experts." in official:
-        return experts[official.endswith("w2.weight")]
-    half = ("embed.weight", "hc_", ".compressor.", ".indexer.")
-    router = official.startswith("layers.") and official.endswith("ffn.gate.weight")
-    return "F16" if router or any(part in official for part in half) else "Q8_0"
-
-
-def _plain(name: str, type: str, entry: Entry, rounded: Counter) -> np.ndarray:
-    values = entry.values().reshape(-1, entry.shape[-1])
-    raw = _encode(name, type, values)
-    if type == "F16":
-        kind = re.sub(r"\.[0-9]+\.", ".N.", name) + f" ({entry.dtype} to F16)"
-        rounded[kind] += int((decode(type, raw) != values).sum())
-    return raw
-
-
-def _experts(name: str, type: str, parts: list[Entry]) -> np.ndarray:
-    encoded = []
-    for index, entry in enumerate(parts):
-        values = entry.values()
-        raw = _encode(name, type, values)
-        if type == "MXFP4" and (decode(type, raw).view("u4") != values.view("u4")).any():
-            raise FileError(f"{name}: expert {index} does not lie on the MXFP4 grid")
-        encoded.append(raw)
-    return np.stack(encoded)
-
-
-def _encode(name: str, type: str, values: np.ndarray) -> np.ndarray:
-    try:
-        return encode(type, values)
-    except FileError as error:
-        raise FileError(f"{name}: {error}") from None
+def _rounded(image: Image, costs: dict[str, Counter]) -> Counter:
+    """How many values each kind of float16 tensor could not hold, by kind and source dtype."""
+    rounded = Counter()
+    for t in image.tensors.values():
+        if t.type == "F16":
+            kind = re.sub(r"\.[0-9]+\.", ".N.", t.name) + f" ({t.sources[0].format} to F16)"
+            rounded[kind] += costs[t.name]["rounded"]
+    return rounded
 
 
 def main(arguments: list[str] | None = None) -> int:

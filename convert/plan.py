@@ -119,8 +119,8 @@ def make_plan(gguf: GGUF, official: dict[str, tuple[str, tuple[int, ...]]]) -> l
         sizes.append(t.nbytes if shape else 0)
     files = _files(sizes)
     items = [Item(*d[:5], f, d[5]) for d, f in zip(drafts, files, strict=True)]
-    for i, path in enumerate(gguf.parts):
-        spans = gaps(path.stat().st_size, [t.spans[0] for t in items if t.part == i])
+    for i in range(len(gguf.parts)):
+        spans = gaps(gguf.sizes[i], [t.spans[0] for t in items if t.part == i])
         size = sum(end - start for start, end in spans)
         items.append(Item("", "", (size,), i, spans, SOURCE, _bytes(f"rest.{i + 1}", size)))
     return items

@@ -38,7 +38,7 @@ def receipt(gguf: GGUF, items: list[Item], texts: dict[str, bytes], done: dict) 
         else:
             rests[item.part] = {"bytes": item.nbytes, "sha256": entry["sha256"]}
     sources = [
-        {"path": str(path), "bytes": path.stat().st_size, "rest": rests[i]}
+        {"path": str(path), "bytes": gguf.sizes[i], "rest": rests[i]}
         for i, path in enumerate(gguf.parts)
     ]
     texts = {name: {"bytes": len(t), "sha256": _sha(t)} for name, t in sorted(texts.items())}
@@ -60,6 +60,7 @@ def signed(receipt: dict) -> dict:
 
 def _line(item: Item, entry: dict) -> dict:
     (start, _), *_ = item.spans
+    rounded = {"relative_error": entry["error"]} if entry.get("error") else {}
     return {
         "name": item.name,
         "how": item.how,
@@ -74,6 +75,7 @@ def _line(item: Item, entry: dict) -> dict:
             name: {"key": p.key, "dtype": p.dtype, "shape": p.shape, "sha256": digest}
             for (name, p), digest in zip(item.planes.items(), entry["planes"].values(), strict=True)
         },
+        **rounded,
     }
 
 

@@ -28,28 +28,39 @@ def write_gguf(path, metadata: Mapping[str, tuple], tensors: Iterable[tuple]):
     multiples of `general.alignment`, 32 if the metadata has none.
     """
     path, tensors = Path(path), list(tensors)
-    alignment = metadata.get("general.alignment", ("UINT32", 32))[1]
-    header = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
-    for key, (kind, value) in metadata.items():
-        header += [_string(key), *_value(kind, value)]
-    start = 0
-    for name, type, shape, _ in tensors:
-        header += [_string(name), struct.pack("<I", len(shape))]
-        header += [struct.pack(f"<{len(shape)}Q", *reversed(shape))]
-        header += [struct.pack("<IQ", _CODES[type][0], start)]
-        start += _padded(tensor_bytes(type, shape), alignment)
+    head, starts, size = header(metadata, [t[:3] for t in tensors])
     part = path.with_name(path.name + ".part")
     try:
         with open(part, "wb") as file:
-            _write_padded(file, b"".join(header), alignment)
-            for name, type, shape, data in tensors:
+            file.write(head)
+            for start, (name, type, shape, data) in zip(starts, tensors, strict=True):
                 data = np.ascontiguousarray(data() if callable(data) else data)
                 wanted = tensor_bytes(type, shape)
                 assert data.dtype == np.uint8 and data.size == wanted, (name, data.size, wanted)
-                _write_padded(file, data.data.cast("B") if data.size else b"", alignment)
+                file.write(bytes(start - file.tell()))
+                file.write(data.data.cast("B") if data.size else b"")
+            file.write(bytes(size - file.tell()))
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def header(metadata: Mapping[str, tuple], tensors: list[tuple]) -> tuple[bytes, list[int], int]:
+    """The bytes before the tensors (name, type, shape), where each starts, and the file's size."""
+    alignment = metadata.get("general.alignment", ("UINT32", 32))[1]
+    parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
+    for key, (kind, value) in metadata.items():
+        parts += [_string(key), *_value(kind, value)]
+    starts, at = [], 0
+    for name, type, shape in tensors:
+        parts += [_string(name), struct.pack("<I", len(shape))]
+        parts += [struct.pack(f"<{len(shape)}Q", *reversed(shape))]
+        parts += [struct.pack("<IQ", _CODES[type][0], at)]
+        starts.append(at)
+        at += _padded(tensor_bytes(type, shape), alignment)
+    head = b"".join(parts)
+    head += bytes(_padded(len(head), alignment) - len(head))
+    return head, [len(head) + start for start in starts], len(head) + at
 
 
 def typed(metadata: Mapping) -> dict[str, tuple]:
@@ -102,8 +113,3 @@ def _items(kind: str, values) -> bytes:
 
 def _padded(size: int, alignment: int) -> int:
     return -(-size // alignment) * alignment
-
-
-def _write_padded(file, data, alignment: int):
-    file.write(data)
-    file.write(bytes(_padded(len(data), alignment) - len(data)))

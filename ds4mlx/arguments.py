@@ -307,9 +307,40 @@ VERBS = {
         many=True,
     ),
     "convert": Verb(
-        "write a GGUF as an MLX folder with a receipt, check such a folder, or make the GGUF again",
-        "IN.gguf OUT/ | --verify OUT/ [IN.gguf] | --reverse OUT/ OUT.gguf",
+        "write a GGUF, or the released checkpoint, as an MLX folder with a receipt, check such a "
+        "folder, or make the GGUF again",
+        "IN.gguf OUT/ | HF_DIR/ [OUT] [FLAGS] | --verify OUT/ [IN.gguf] | --reverse OUT/ OUT.gguf",
         (
+            Flag(
+                ("--experts",),
+                "experts",
+                "of a checkpoint: what its FP4 experts become (iq2_xxs: with q2_k for down)",
+                _choice("mxfp4", "q4_k", "iq2_xxs"),
+                default="mxfp4",
+            ),
+            Flag(
+                ("--imatrix",),
+                "imatrix",
+                "of a checkpoint: which inputs matter, the .dat file that ds4 --imatrix-out writes",
+                FILE,
+            ),
+            Flag(
+                ("--gguf",),
+                "gguf",
+                "of a checkpoint: write GGUF files as ds4 has them instead of MLX folders",
+            ),
+            Flag(
+                ("--dspark-support",),
+                "dspark_support",
+                "of a checkpoint: where its DSpark draft goes; without OUT nothing else is written",
+                FILE,
+            ),
+            Flag(
+                ("--dspark-manifest",),
+                "dspark_manifest",
+                "of a checkpoint: list as JSON what the draft was made of, and its errors",
+                FILE,
+            ),
             Flag(
                 ("--verify",),
                 "action",
@@ -345,6 +376,20 @@ VERBS = {
             DEBUG,
         ),
         "target",
+    ),
+    "selftest": Verb(
+        "try every kernel on this machine: run it first, and put its output into a bug report",
+        "[FLAGS]",
+        (
+            Flag(("--quick",), "quick", "small shapes, and no measuring"),
+            Flag(
+                ("--op",),
+                "op",
+                "try one op only, or `model`, the embedded model",
+                TEXT._replace(label="NAME"),
+            ),
+            DEBUG,
+        ),
     ),
     "doctor": Verb(
         "say what this machine has, and whether models would fit, without loading them",
@@ -480,7 +525,8 @@ def closest_flag(variable: str) -> str | None:
     """The flag whose name is nearest to that of an environment variable DS4MLX_..."""
     word = "--" + variable.removeprefix("DS4MLX_").lower().replace("_", "-")
     names = [n for verb in VERBS.values() for flag in verb.flags for n in flag.names]
-    return next(iter(difflib.get_close_matches(word, names, 1)), None)
+    begun = [n for n in names if n.startswith("--") and word.startswith(n)]
+    return next(iter(begun or difflib.get_close_matches(word, names, 1)), None)
 
 
 def help_text(name: str | None = None) -> str:

@@ -156,13 +156,19 @@ def check(
         raise Ds4Error(f"{run.failures} of {len(run.prompts)} prompts differ with drafts")
 
 
-def convert(paths=(), action="convert", overwrite=False) -> Iterator[str]:
-    """Convert a GGUF, or check or undo a conversion; ended early, it goes on when run again."""
+def convert(paths=(), action="convert", overwrite=False, **released) -> Iterator[str]:
+    """Convert a GGUF or a checkpoint, or check or undo a conversion."""
+    if action == "convert" and paths and os.path.isdir(os.path.expanduser(paths[0])):
+        yield from _convert_released(paths, overwrite=overwrite, **released)
+        return
     wanted = {"convert": "IN.gguf OUT/", "verify": "OUT/ [IN.gguf]", "reverse": "OUT/ OUT.gguf"}
     if not (2 - (action == "verify") <= len(paths) <= 2):
         raise UsageError(f"{len(paths)} paths are given, wanted {wanted[action]}")
     if action == "verify" and overwrite:
         raise UsageError("--verify writes nothing, --overwrite does not belong to it")
+    if released:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in released)
+        raise UsageError(f"{flags}: only for the folder of a checkpoint, found {paths[0]}")
     from .convert.convert import convert
     from .convert.receipt import reverse, verify
 
@@ -174,6 +180,17 @@ def convert(paths=(), action="convert", overwrite=False) -> Iterator[str]:
                 yield f"{path}\n"
         else:
             yield f"{convert(*paths, overwrite=overwrite, progress=watch.progress)}\n"
+
+
+def _convert_released(paths, **options) -> Iterator[str]:
+    from .convert.released import convert_released
+
+    if len(paths) > 2:
+        raise UsageError(f"{len(paths)} paths are given, wanted HF_DIR/ [OUT]")
+    with _Watch() as watch:
+        for line in convert_released(*paths, progress=watch.progress, **options):
+            watch.clear()
+            yield f"{line}\n"
 
 
 def download(target=None, folder="gguf", file=None, listed=False) -> Iterator[str]:
@@ -203,6 +220,16 @@ def doctor(files=()) -> Iterator[str]:
         raise Ds4Error(f"{run.ill} of {len(run.paths)} files are of no use")
 
 
+def selftest(quick=False, op=None) -> Iterator[str]:
+    """Try every kernel on this machine; one that fails is a failure of the command."""
+    from .selftest import Selftest
+
+    run = Selftest(quick, op)
+    yield from run
+    if run.failures:
+        raise Ds4Error(f"the self-test found {len(run.failures)} failures")
+
+
 VERBS = {
     "generate": generate,
     "inspect": inspect,
@@ -211,6 +238,7 @@ VERBS = {
     "check": check,
     "convert": convert,
     "download": download,
+    "selftest": selftest,
     "doctor": doctor,
 }
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-SILENT = 32  # cycles without one draft after which the user is told
+SILENT = 32  # cycles without one draft, or steps that skip it, after which the user is told
 
 
 class DraftReport:
@@ -17,7 +17,13 @@ class DraftReport:
 
     @property
     def warning(self) -> str | None:
-        """A sentence if drafting was asked for and nothing is ever drafted."""
+        """A sentence if drafting was asked for and nothing, or hardly anything, is drafted."""
+        idle = sum(r.get("skipped") == "no gain" for r in self.records)
+        if idle >= SILENT and 2 * idle > len(self.records):
+            return (
+                f"drafting did not pay and was left off in {idle} of {len(self.records)} steps; "
+                "--dspark-schedule off drafts all the same"
+            )
         cycles = [r for r in self.records if "rows" in r]
         if len(cycles) < SILENT or any(r["drafts"] for r in cycles):
             return None

@@ -12,23 +12,19 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = [*sorted((ROOT / "ds4mlx").rglob("*.py")), *sorted((ROOT / "convert").glob("*.py"))]
 PACKAGE = [p for p in PACKAGE if p.resolve() == p.absolute()]
 
+WAITERS = {
+    f"ds4mlx/{module}.py"
+    for module in (
+        *("generate", "sampling", "weights"),
+        *("bench", "check", "selftest", "sweep", "synthetic"),
+    )
+}
 # Law: pattern of the code that breaks it, and where alone that code may stand.
 PATTERNS = {
     "kernels are built in one place": (r"\bfast\.\w+_kernel\b", {"ds4mlx/ops/metal.py"}),
     "few places wait for the GPU": (
         r"\bmx\.(async_)?eval\(|\bmx\.synchronize\(|\.item\(\)|\.tolist\(\)",
-        {
-            f"ds4mlx/{module}.py"
-            for module in (
-                "generate",
-                "sampling",
-                "weights",
-                "bench",
-                "check",
-                "sweep",
-                "synthetic",
-            )
-        },
+        WAITERS,
     ),
     "only the command line prints": (r"\bprint\(", {"ds4mlx/cli.py", "ds4mlx/bench.py"}),
     "no environment variable is a switch": (r"\benviron\b|\bgetenv\b", {"ds4mlx/cli.py"}),

@@ -1,9 +1,12 @@
+from importlib.resources import files
+
 import gguf
 import numpy as np
 import pytest
 
 from ds4mlx.convert.blocks import as_blocks, decode, half_scale, iq2xxs_grid
 from ds4mlx.convert.encode import encode
+from ds4mlx.convert.gguf import open_gguf
 from ds4mlx.errors import FileError
 
 from .test_blocks import random_rows
@@ -117,6 +120,52 @@ def test_iq2_xxs_comes_close_to_an_exhaustive_search():
 def test_relative_error_of_normal_values_stays_below(type, limit):
     x = normal(16)
     assert np.sqrt(squared_error(type, x).mean() / np.square(x).mean()) < limit
+
+
+# Relative errors of ggml's own encoders (libggml-base 0.13.1, ggml_quantize_chunk) on the samples
+# below; a second figure is under importance, as the error is then measured.
+GGML = {
+    ("normal", "Q8_0"): (0.00533,),
+    ("normal", "MXFP4"): (0.11508,),
+    ("normal", "Q4_K"): (0.07137, 0.06408),
+    ("normal", "Q2_K"): (0.29710, 0.23442),
+    ("normal", "IQ2_XXS"): (0.34311, 0.29461),
+    ("laplace", "Q8_0"): (0.00670,),
+    ("laplace", "MXFP4"): (0.12674,),
+    ("laplace", "Q4_K"): (0.08456, 0.07667),
+    ("laplace", "Q2_K"): (0.34446, 0.26416),
+    ("laplace", "IQ2_XXS"): (0.38409, 0.33757),
+    ("blk.3.attn_kv.weight", "MXFP4"): (0.11739,),
+    ("blk.3.attn_kv.weight", "Q4_K"): (0.07185, 0.06532),
+    ("blk.3.attn_kv.weight", "Q2_K"): (0.29863, 0.23894),
+    ("blk.3.attn_kv.weight", "IQ2_XXS"): (0.34477, 0.30180),
+    ("blk.3.ffn_up_exps.weight", "Q8_0"): (0.00556,),
+    ("blk.3.ffn_up_exps.weight", "Q4_K"): (0.06374, 0.05786),
+    ("blk.3.ffn_up_exps.weight", "Q2_K"): (0.30601, 0.23945),
+    ("blk.3.ffn_up_exps.weight", "IQ2_XXS"): (0.35236, 0.30734),
+}
+
+
+def sample(name: str) -> np.ndarray:
+    """Random values, or trained ones: rows of a tensor of the embedded model."""
+    rng = np.random.default_rng(3)
+    if name == "normal":
+        return rng.standard_normal((128, 1024), np.float32)
+    if name == "laplace":
+        return rng.laplace(size=(128, 1024)).astype(np.float32)
+    t = open_gguf(files("ds4mlx") / "data" / "nano.gguf").tensors[name]
+    return decode(t.type, t.read())[:512]
+
+
+@pytest.mark.parametrize(("name", "type"), GGML)
+def test_the_error_is_no_worse_than_that_of_ggmls_encoders(name, type):
+    x = sample(name)
+    weights = np.exp(np.random.default_rng(1).standard_normal(x.shape[1])).astype(np.float32)
+    for limit, importance in zip(GGML[name, type], (None, weights), strict=False):
+        error = np.square(decode(type, encode(type, x, importance)).astype(np.float64) - x)
+        w = 1 if importance is None else importance
+        relative = np.sqrt((w * error).sum() / (w * np.square(x, dtype=np.float64)).sum())
+        assert relative < limit + 5e-6  # the figures above are rounded
 
 
 @pytest.mark.parametrize("type", SEARCHED)

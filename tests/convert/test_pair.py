@@ -320,7 +320,7 @@ def test_an_expert_off_the_mxfp4_grid_is_refused(tmp_path, capsys):
     target, draft = model()
     target["layers.1.ffn.experts.1.w2.weight"][3, 5] = 1.0078125
     message = refused(tmp_path, target, draft, capsys)
-    assert "blk.1.ffn_down_exps.weight: expert 1 does not lie on the MXFP4 grid" in message
+    assert "blk.1.ffn_down_exps.weight: expert 1: values off the MXFP4 grid" in message
 
 
 def test_a_value_beyond_float16_is_refused_by_name(tmp_path, capsys):
