@@ -1,6 +1,6 @@
 // Root mean square normalisation: out = w * x / sqrt(mean(x^2) + eps), over D.
 //
-// Grid (threads, rows): a threadgroup owns a row, a thread every threads-th
+// Grid (threads * rows): a threadgroup owns a row, a thread every threads-th
 // channel. All float. Squares are summed over a thread's channels, then the
 // simdgroup, then simdgroups upwards.
 template <bool WEIGHTED, typename X, typename W>

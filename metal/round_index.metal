@@ -1,7 +1,7 @@
 // The Hadamard transform and fp4 round trip of indexer keys, as round_index.h
 // has them.
 //
-// Grid (32, rows): a simdgroup owns a row of DI = 32 C channels.
+// Grid (32 * rows): a simdgroup owns a row of DI = 32 C channels.
 #include "round_index.h"
 
 template <int C>

@@ -7,11 +7,9 @@ import mlx.core as mx
 from ..packed import Matrix, Packed
 from ..rows import FEW, each_row
 from . import metal
-from .dequantize import NATIVE, arrays, dequantize, kind, readers
+from .dequantize import NATIVE, arrays, kind, readers
 from .experts_down import blocks, experts_down, experts_down_reference, gather, takes, tiling
 from .mlp import mlp, mlp_reference, swiglu
-
-_TILE = 1 << 29  # elements of the experts' matrices that prefill widens at a time (1 GB)
 
 
 def experts(
@@ -23,9 +21,15 @@ def experts(
     that every row meets with weight 1; its product is added last.
 
     Two launches, `experts` (w1 and w3) and `experts_down` (w2), where their kernels take the
-    shapes (`takes`) and w1 is of w3's type, the shared ones too; else the reference.
+    shapes (`takes`) and w1 is of w3's type, the shared ones too; else the reference. More rows
+    than FEW go through them in blocks, and the shared expert through a product of all.
     """
     N, K = ids.shape
+    if N > FEW and takes(ids[:FEW], w1, w3, w2):
+        blocks_ = (slice(i, i + FEW) for i in range(0, N, FEW))
+        parts = [experts(x[b], ids[b], weights[b], w1, w3, w2, limit) for b in blocks_]
+        routed = mx.concatenate(parts)
+        return routed + mlp_reference(x, *shared, limit) if shared else routed
     F, D = w1.shape[1:]
     both = [(w1, w3, w2), *([shared] if shared else [])]
     if not all(kind(gate) == kind(up) and takes(ids, gate, up) for gate, up, _ in both):
@@ -58,8 +62,6 @@ def experts_reference(x, ids, weights, w1, w3, w2, limit, shared=None):
 
     if x.shape[0] <= FEW:
         return each_row(gathered, x, ids, weights)
-    if metal.enabled():
-        return _sorted(x, ids, weights, w1, w3, w2, limit)
     if all(isinstance(w, Packed) and w.type in NATIVE for w in (w1, w3, w2)):
         return gathered(x, ids, weights)
     # One expert after the other over all rows: each is widened once, and memory stays small.
@@ -68,36 +70,6 @@ def experts_reference(x, ids, weights, w1, w3, w2, limit, shared=None):
         share = mx.where(ids == e, weights, 0.0).sum(axis=1, keepdims=True)
         total = total + share * mlp(x, w1[e], w3[e], w2[e], limit)
     return total
-
-
-def _sorted(x, ids, weights, w1, w3, w2, limit) -> mx.array:
-    """Prefill on a GPU: the rows of an expert lie together, weights are widened tile by tile.
-
-    Products are of float16, summed in float32; MLX's own of float32 round to as many bits.
-    """
-    N, K = ids.shape
-    half = mx.float16 if mx.default_device() == mx.gpu else mx.float32  # MLX has no other there
-    chosen = ids.flatten()
-    order = mx.argsort(chosen)
-    chosen = chosen[order]
-    rows = x.astype(half)[order // K]
-    up = swiglu(*(_grouped(rows, w, chosen).astype(mx.float32) for w in (w1, w3)), limit)
-    up = (up * weights.flatten()[order][:, None]).astype(half)
-    y = _grouped(up, w2, chosen)[mx.argsort(order)]
-    return y.reshape(N, K, -1).astype(mx.float32).sum(axis=1)
-
-
-def _grouped(x: mx.array, w: Matrix, chosen: mx.array) -> mx.array:
-    """x [R, D], w [E, M, D], chosen [R] ascending -> w[chosen[r]] x[r], [R, M]."""
-    E, M, D = w.shape
-    tile = max(1, _TILE // (E * D))
-    parts = []
-    for m in range(0, M, tile):
-        part = dequantize(w if tile >= M else w[:, m : min(M, m + tile)], x.dtype)
-        part = part.swapaxes(1, 2)
-        product = mx.gather_mm(x[:, None], part, rhs_indices=chosen, sorted_indices=True)
-        parts.append(product[:, 0])
-    return mx.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
 
 
 @cache

@@ -114,6 +114,8 @@ class Kernel:
         whole = not any(n % g for n, g in zip(grid, group, strict=True))
         if not whole or math.prod(group) % 32 or math.prod(group) > 1024 or not all(grid):
             raise self.error(inputs, template, f"grid {grid} of groups {group} is not whole")
+        if max(grid[1] // group[1], grid[2] // group[2]) > 65535:  # CUDA's limit
+            raise self.error(inputs, template, f"grid {grid} has too many threadgroups in y or z")
         if len(inputs) != len(self.inputs):
             raise self.error(inputs, template, f"takes {len(self.inputs)} inputs")
         try:

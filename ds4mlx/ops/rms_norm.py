@@ -10,7 +10,7 @@ _kernel = metal.Kernel(
     inputs=["x", "w", "eps"],
     outputs=["out"],
     call="""threadgroup float sums[32];
-rms_norm<WEIGHTED>(x, w, out, sums, eps, D, threadgroup_position_in_grid.y,
+rms_norm<WEIGHTED>(x, w, out, sums, eps, D, threadgroup_position_in_grid.x,
     thread_index_in_threadgroup, threads_per_threadgroup.x);""",
 )
 
@@ -26,7 +26,7 @@ def rms_norm(x: mx.array, w: mx.array | None, eps: float) -> mx.array:
         x if w is None else w,
         mx.array(eps),
         template={"WEIGHTED": w is not None, "D": D},
-        grid=(group, x.size // D, 1),
+        grid=(group * (x.size // D), 1, 1),
         group=(group, 1, 1),
         shapes=[x.shape],
         dtypes=[mx.float32],

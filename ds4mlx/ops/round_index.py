@@ -11,7 +11,7 @@ _kernel = metal.Kernel(
     "round_index",
     inputs=["x"],
     outputs=["out"],
-    call="round_index<C>(x, out, threadgroup_position_in_grid.y, thread_index_in_simdgroup);",
+    call="round_index<C>(x, out, threadgroup_position_in_grid.x, thread_index_in_simdgroup);",
 )
 
 
@@ -26,7 +26,7 @@ def round_index(x: mx.array) -> mx.array:
     (out,) = _kernel(
         x,
         template={"C": Di // 32},
-        grid=(32, x.size // Di, 1),
+        grid=(32 * (x.size // Di), 1, 1),
         group=(32, 1, 1),
         shapes=[x.shape],
         dtypes=[mx.float32],

@@ -28,6 +28,11 @@ class Case:
     atol: float = 0.0
     rtol: float = 0.0
 
+    def launched(self, rows: int) -> tuple[Callable, list[mx.array]]:
+        """An op and its arguments, to be traced."""
+        op, arrays = self.make()
+        return op, [a[:rows] for a in arrays]
+
     def verify(self, place: Callable | None = None):
         """The kernel agrees with its reference, and rows 1 to 8 with rows alone.
 

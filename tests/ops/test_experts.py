@@ -1,5 +1,3 @@
-import sys
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -176,16 +174,19 @@ def test_gathered_products_equal_a_dense_loop_at_ragged_sizes(type, rows):
         assert_close(got[n], want, atol=1e-4 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("types", [("IQ2_XXS", "Q2_K"), ("MXFP4", "MXFP4"), ("F32", "F32")])
-def test_many_rows_are_sorted_by_expert_and_come_back_in_order(types, monkeypatch):
-    a, b = types
-    w1, w3, w2 = matrix(a, 5, 256, 256), matrix(a, 5, 256, 256), matrix(b, 5, 256, 256)
-    monkeypatch.setattr(sys.modules["ds4mlx.ops.experts"], "_TILE", 100 * 5 * 256)
-    mx.random.seed(4)
-    x = mx.random.normal((13, 256)) / 64
-    ids = ((mx.random.randint(0, 5, (13, 1)) + mx.array([[0, 3]])) % 5).astype(mx.uint32)
-    weights = mx.random.uniform(shape=(13, 2))
-    want = np.array(experts_reference(x, ids, weights, w1, w3, w2, 10.0))
-    with executed("guard"):
-        got = experts(x, ids, weights, w1, w3, w2, 10.0)
+@pytest.mark.parametrize("type", ["IQ2_XXS", "MXFP4"])
+def test_many_rows_go_through_the_kernels_in_blocks(type):
+    w = [matrix(type, 4, 64, 256), matrix(type, 4, 64, 256), matrix("Q8_0", 4, 256, 64)]
+    shared = [matrix("Q8_0", *shape) for shape in ((64, 256), (64, 256), (256, 64))]
+    mx.random.seed(6)
+    x, weights = mx.random.normal((19, 256)) / 16, mx.random.uniform(shape=(19, 2))
+    ids = mx.concatenate([mx.arange(19)[:, None] % 4, (mx.arange(19)[:, None] + 3) % 4], axis=1)
+    ids = ids.astype(mx.uint32)
+    want = np.array(experts_reference(x, ids, weights, *w, LIMIT, shared))
+    with executed():
+        got = experts(x, ids, weights, *w, LIMIT, shared)
+        routed = experts(x, ids, weights, *w, LIMIT)
+        for i in (0, 7, 8, 18):
+            alone = experts(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], *w, LIMIT)
+            assert_same(routed[i : i + 1], alone)
     assert_close(got, want, atol=1e-5 * np.abs(want).max())
