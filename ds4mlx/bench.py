@@ -137,14 +137,17 @@ def dspark_rows(
 
 
 def _compared(prompt: str, strict: list, drafted: list) -> list[str]:
-    """The row of one prompt, from its replies."""
-    a, b = (
-        median(r.stats["generate_tokens_per_second"] or 0.0 for r in arm)
-        for arm in (strict, drafted)
-    )
+    """The row of one prompt, from its replies; the verdict is that of most pairs of runs too."""
+    speeds = [
+        [r.stats["generate_tokens_per_second"] or 0.0 for r in arm] for arm in (strict, drafted)
+    ]
+    a, b = map(median, speeds)
     told = drafted[-1].stats["dspark"]
     ratio = b / a if a else 0.0
-    verdict = "faster" if ratio > 1.03 else "slower" if ratio < 0.97 else "no difference"
+    wins = [x < y for x, y in zip(*speeds, strict=True)]
+    faster = ratio > 1.03 and 3 * sum(wins) >= 2 * len(wins)
+    slower = ratio < 0.97 and 3 * sum(wins) <= len(wins)
+    verdict = "faster" if faster else "slower" if slower else "no difference"
     share = told["accepted_share"]
     return [
         repr(prompt)[:40],

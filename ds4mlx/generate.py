@@ -1,6 +1,7 @@
 """The loop: prefill the prompt, decode token by token, stop where told."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -11,7 +12,7 @@ from .cache import Cache, DraftCache
 from .draft import Draft
 from .rows import FEW
 from .sampling import Sampler
-from .schedule import Schedule
+from .schedule import Cycle, Plan, Schedule
 from .target import Target
 from .weights import Progress
 
@@ -81,10 +82,11 @@ def decode(
 class Speculation:
     """Tokens as `decode` gives them, bit for bit, several for one pass of the target (model 17).
 
-    After every cycle `cache` and `context` are those of plain decoding. A draft is verified if
-    it and all before it in its block have at least `confidence`; 0 verifies whole blocks, and
-    a cycle then waits once. `schedule` (None: no skipping) decides when drafting pays, `report`
-    (None: nobody listens) gets a record of every cycle.
+    After every cycle `cache` is that of plain decoding; so is `context`, `caught_up`. Of a block
+    those drafts are verified that have at least `confidence`, up to the first that has not, which
+    takes a wait for the confidences; 0 verifies whole blocks. A `schedule` (None: neither) skips
+    drafting where it does not pay, verifies fewer, or verifies unseen where a wait costs more
+    than rows do. `report` (None: nobody listens) gets a record of every cycle.
     """
 
     target: Target
@@ -99,57 +101,86 @@ class Speculation:
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self):
-        self._steps, self._seconds = 0, 0.0  # of the plain steps in a row until now
+        self._seconds: list[float] = []  # of the plain steps in a row until now
+        self._taps: deque[mx.array] = deque()  # [1, T * D] each: what the context has not seen
 
     def decode(self, streams: mx.array, limit: int) -> Iterator[int]:
         """Tokens after the last row of `streams`; see `decode` for the limit and the end."""
-        anchor = self.sampler(self.target.logits(streams[-1:]))
+        if self.schedule:
+            self.schedule.begin()
+        anchor, id = self.sampler(self.target.logits(streams[-1:])), None
         mx.async_eval(anchor)
         while limit > 0 and anchor is not None:
             # The last token needs no row, the last row no draft.
             most = min(self.draft.config.dspark_block_size, FEW - 1, limit - 2)
             before = self.cache.position
-            skip = "limit" if most < 1 else self.schedule.skip() if self.schedule else None
-            if skip:
-                anchor = yield from self._plain(anchor, min(1, limit - 1), skip)
+            plan = self._plan(most)
+            if plan.skip:
+                anchor, id = yield from self._plain(anchor, id, min(1, limit - 1), plan.skip)
             else:
-                anchor = yield from self._drafted(anchor, most)
+                anchor, id = yield from self._drafted(anchor, id, most, plan.drafts)
             limit -= self.cache.position - before or 1
 
-    def _plain(self, anchor: mx.array, rows: int, skip: str):
+    def caught_up(self) -> DraftCache:
+        """The context with the rows of plain steps, which it is given only when it is read."""
+        rows = list(self._taps)
+        self._taps.clear()
+        for at in range(0, len(rows), FEW):
+            self.draft.extend(mx.concatenate(rows[at : at + FEW]), self.context)
+        return self.context
+
+    def _plan(self, most: int) -> Plan:
+        if most < 1:
+            return Plan("limit")
+        fixed = self.confidence == 0
+        if self.schedule:
+            return self.schedule.plan(most, fixed)
+        return Plan(drafts=most if fixed else None)
+
+    def _plain(self, anchor: mx.array, id: int | None, rows: int, skip: str):
         """One step without drafts; hands the anchor out, returns the next one."""
         start, following = self.clock(), anchor[:0]
         if rows:
             if self.report:
                 self.report({"position": self.cache.position, "skipped": skip})
             streams, taps = self.target(anchor, self.cache)
-            self.draft.extend(taps, self.context)
             following = self.sampler(self.target.logits(streams))
-            mx.async_eval(following, self.cache.arrays(), self.context.arrays())
-        ids = anchor.tolist()
-        self._steps, self._seconds = self._steps + rows, self._seconds + self.clock() - start
-        went_on = yield from self._hand_out(ids, rows)
-        return following if went_on else None
+            mx.async_eval(following, self.cache.arrays(), taps)
+            self._taps.append(taps)
+            if len(self._taps) > self.context.window + FEW:  # it would leave the rings at once
+                self._taps.popleft()
+                self.context.advance(1)
+        if id is None:
+            ((id,),) = fetch(anchor)
+        self._seconds.append(self.clock() - start)
+        went_on = yield from self._hand_out([id], rows)
+        return (following if went_on else None), None
 
-    def _drafted(self, anchor: mx.array, most: int):
-        """One cycle: propose, cut, verify in one block, accept; returns the next anchor."""
-        start = self.clock()
-        (id,) = anchor.tolist()
+    def _drafted(self, anchor: mx.array, id: int | None, most: int, n: int | None):
+        """One cycle: propose, cut, verify in one block, accept; returns the next anchor.
+
+        With `n` its drafts are verified unseen, and it waits once.
+        """
+        ahead = n is not None
+        if id is None:
+            ((id,),) = fetch(anchor)
         if id in self.stop:
-            return None
-        if self.schedule and self._steps:
-            self.schedule.plain_took(self._steps, self._seconds + self.clock() - start)
-        self._steps, self._seconds = 0, 0.0
+            return None, None
+        # The first step waits for nothing, the second for the first: these fill the pipeline.
+        if self.schedule and len(self._seconds) > 2:
+            self.schedule.plain_took(self._seconds[2:])
+        self._seconds = []
+        if self._taps:  # awaited, or a proposal would seem to cost all these rows
+            mx.eval(self.caught_up().arrays())
         start, position = self.clock(), self.cache.position
         block = self.draft.propose(anchor, self.context)
         most = min(most, block.tokens.shape[0] - 1)
         confidence = mx.sigmoid(block.confidence[:most])
-        n = most
-        if self.confidence > 0:
-            sure = confidence.tolist()
-            n = leading(c >= self.confidence for c in sure)
-            if self.schedule:
-                n = self.schedule.drafts(sure[:n])
+        if ahead:
+            mx.async_eval(block.tokens, confidence)
+            n = min(n, most)
+        else:
+            n = self._length(confidence)
         proposed = self.clock()
         tokens = block.tokens[: 1 + n]
         known = (tokens >= 0) & (tokens < self.target.config.vocab_size)
@@ -158,41 +189,49 @@ class Speculation:
         mx.async_eval(chosen, tokens, confidence, self.cache.arrays())
         launched = self.clock()
         if not (yield from self._hand_out([id], 1 + n)):
-            return None
+            return None, None
         resumed = self.clock()
-        drafts, wanted = tokens.tolist()[1:], chosen.tolist()
+        (_, *drafts), wanted, sure = fetch(tokens, chosen, confidence)
         accepted = leading(d == w for d, w in zip(drafts, wanted, strict=False))
         verified = self.clock()
         self.cache.rewind(n - accepted)
         self.sampler.rewind(n - accepted)
         self.draft.extend(taps[: 1 + accepted], self.context)
         mx.async_eval(self.context.arrays())
+        done = self.clock()
         record = {
             "position": position,
             "anchor": id,
             "drafts": drafts,
-            "confidences": confidence.tolist(),
+            "confidences": sure,
             "rows": 1 + n,
             "accepted": accepted,
             "bonus": wanted[accepted],
+            "waits": 1 if ahead else 2,
             "draft_ms": 1e3 * (proposed - start),
             "verify_ms": 1e3 * (launched - proposed + verified - resumed),
-            "rest_ms": 1e3 * (self.clock() - verified),
+            "rest_ms": 1e3 * (done - verified),
         }
-        self._tell(record)
-        went_on = yield from self._hand_out(drafts[:accepted], accepted)
-        return chosen[accepted : accepted + 1] if went_on else None
-
-    def _tell(self, record: dict):
         if self.report:
             self.report(record)
         if self.schedule:
-            costs = (record["draft_ms"] / 1e3, (record["verify_ms"] + record["rest_ms"]) / 1e3)
-            confidences, n = record["confidences"], record["rows"] - 1
-            self.schedule.cycle_took(confidences, n, record["accepted"], *costs)
+            seconds = proposed - start, launched - proposed, done - proposed - (resumed - launched)
+            self.schedule.cycle_took(Cycle(sure, self._cut(sure), n, accepted, ahead, *seconds))
+        went_on = yield from self._hand_out(drafts[:accepted], accepted)
+        following = chosen[accepted : accepted + 1]
+        return (following, wanted[accepted]) if went_on else (None, None)
+
+    def _length(self, confidence: mx.array) -> int:
+        """How many drafts to verify, once their confidences are known."""
+        (sure,) = fetch(confidence)
+        cut = self._cut(sure)
+        return self.schedule.drafts(sure, cut) if self.schedule else cut
+
+    def _cut(self, sure: list[float]) -> int:
+        return leading(c >= self.confidence for c in sure)
 
     def _hand_out(self, ids: list[int], rows: int):
-        """Yield `ids`, of which the caches hold the newest `rows` rows, the first id's included.
+        """Yield `ids`, of which the cache holds the newest `rows` rows, the first id's included.
 
         Left early, or before a token of `stop`, the caches forget the rows from that id on.
         -> whether all were handed out.
@@ -208,7 +247,20 @@ class Speculation:
         finally:
             if done < len(ids):
                 self.cache.rewind(max(0, rows - done))
-                self.context.rewind(max(0, self.context.position - self.cache.position))
+                while self._taps and self._seen > self.cache.position:
+                    self._taps.pop()
+                self.context.rewind(max(0, self._seen - self.cache.position))
+
+    @property
+    def _seen(self) -> int:
+        """Tokens of which the context holds rows, or will when it is caught up."""
+        return self.context.position + len(self._taps)
+
+
+def fetch(*arrays: mx.array) -> list[list]:
+    """Wait for all of these at once -> their values."""
+    mx.eval(arrays)
+    return [a.tolist() for a in arrays]
 
 
 def leading(truths: Iterable[bool]) -> int:

@@ -82,15 +82,16 @@ def test_bench_alternates_both_ways_and_drops_the_first_of_each():
     assert values[6] in ("faster", "slower", "no difference")
 
 
+class Run:
+    def __init__(self, speed):
+        told = {"accepted_share": 0.5, "drafted": 4, "tokens_per_pass": 2.0}
+        self.stats = {"generate_tokens_per_second": speed, "dspark": told}
+
+
 @pytest.mark.parametrize(
     "ratio, verdict", [(1.1, "faster"), (1.0, "no difference"), (0.5, "slower")]
 )
 def test_the_verdict_is_that_of_the_ratio_of_medians(ratio, verdict):
-    class Run:
-        def __init__(self, speed):
-            told = {"accepted_share": 0.5, "drafted": 4, "tokens_per_pass": 2.0}
-            self.stats = {"generate_tokens_per_second": speed, "dspark": told}
-
     strict = [Run(s) for s in (10.0, 20.0, 1000.0)]
     drafted = [Run(s) for s in (1.0, 20.0 * ratio, 3000.0)]
     row = bench._compared("p", strict, drafted)
@@ -102,6 +103,12 @@ def test_the_verdict_is_that_of_the_ratio_of_medians(ratio, verdict):
         "50% of 4",
         verdict,
     ]
+
+
+@pytest.mark.parametrize("better", [22.0, 18.0])
+def test_a_ratio_that_two_of_three_pairs_do_not_bear_out_is_no_difference(better):
+    drafted = [Run(s) for s in (better, better, better, 40.0 - better, 40.0 - better)]
+    assert bench._compared("p", [Run(20.0)] * 5, drafted)[-1] == "no difference"
 
 
 def test_bench_fails_where_the_texts_differ():

@@ -1,7 +1,12 @@
 """Drafts through the Python API: files that cannot draft, what is refused, and what is told."""
 
+import re
+import signal
+import subprocess
+import sys
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +20,7 @@ from ds4mlx.convert.write import typed, write_gguf
 from ds4mlx.errors import FileError, UsageError
 from ds4mlx.loading import EMBEDDED, EMBEDDED_DRAFT
 from tests.close import assert_same
+from tests.convert.test_config import in_family, keys_as
 from tests.test_loading import rewritten
 
 DATA = files("ds4mlx") / "data"
@@ -27,8 +33,8 @@ def model():
     return ds4mlx.load(mtp="embedded")
 
 
-def variant(path, metadata=(), without=(), types=()):
-    """The embedded draft with other metadata (None: gone), fewer tensors or other types."""
+def variant(path, metadata=(), without=(), types=(), rename=str):
+    """The embedded draft with other metadata (None: gone), fewer tensors, other types or names."""
     gguf = open_gguf(DATA / EMBEDDED_DRAFT)
     values = typed(gguf.metadata) | dict(metadata)
     values = {key: value for key, value in values.items() if value is not None}
@@ -38,9 +44,9 @@ def variant(path, metadata=(), without=(), types=()):
         if any(name in t.name for name in without):
             continue
         if kind:
-            tensors.append((t.name, kind, t.shape, lambda t=t, k=kind: recoded(t, k)))
+            tensors.append((rename(t.name), kind, t.shape, lambda t=t, k=kind: recoded(t, k)))
         else:
-            tensors.append((t.name, t.type, t.shape, t.read))
+            tensors.append((rename(t.name), t.type, t.shape, t.read))
     write_gguf(path, values, tensors)
     return path
 
@@ -119,6 +125,49 @@ def test_heads_of_any_plain_type_draft(tmp_path, kinds):
         assert_same(blocks[0].tokens, blocks[1].tokens)
 
 
+IDS = np.array([4, 5, 6], np.int32)
+CONTAINERS = {
+    "bleysg": (0, keys_as("deepseek4.dspark.", layer_count=3), {"target_layers": IDS}),
+    "dflash": (
+        1,
+        keys_as("dflash.", markov_rank=None, noise_token_id=None)
+        | {
+            "general.architecture": "dflash",
+            "dflash.hyper_connection.count": 4,
+            "dflash.attention.compress_ratios": np.zeros(3, np.int32),
+        },
+        {"target_layers": IDS + 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", CONTAINERS)
+def test_another_container_of_the_same_draft_writes_and_drafts_the_same(tmp_path, family):
+    own = open_gguf(DATA / EMBEDDED_DRAFT).metadata
+    kind, keys, ids = CONTAINERS[family]
+    rank, noise = own["dspark.markov_rank"], own["dspark.noise_token_id"]
+    known = {"deepseek4.dspark.markov_rank": rank, "deepseek4.dspark.noise_token_id": noise}
+    prefix = "dflash." if family == "dflash" else "deepseek4.dspark."
+    keys = keys | ({"tokenizer.ggml.mask_token_id": noise} if family == "dflash" else known)
+    keys |= {prefix + name: value for name, value in ids.items()}
+    keys = {k: v if v is None else next(iter(typed({k: v}).values())) for k, v in keys.items()}
+    path = variant(tmp_path / "d.gguf", keys, rename=in_family(kind))
+    told = []
+    with ds4mlx.load(mtp=path) as other:
+        for m in (model(), other):
+            reply = m.generate(PROMPT, tokens=12, dspark_confidence=0, dspark_schedule=False)
+            records = [r for r in reply._finish().stats["dspark"]["records"] if "rows" in r]
+            told.append((reply.tokens, [(r["drafts"], r["confidences"]) for r in records]))
+    assert told[0] == told[1] and len(told[0][1]) > 1
+
+
+def test_a_file_without_its_last_stage_is_refused(tmp_path):
+    path = variant(tmp_path / "d.gguf", without=["mtp.2."])
+    with pytest.raises(FileError) as caught:
+        ds4mlx.load(mtp=path)
+    assert "dspark.stage_count is 3, the tensors are of 2 stages" in str(caught.value)
+
+
 def test_a_vector_of_a_draft_may_be_packed(tmp_path):
     path = variant(tmp_path / "d.gguf", types={"attn_norm": "Q8_0", "main_norm": "Q8_0"})
     with ds4mlx.load(mtp=path) as other:
@@ -154,15 +203,20 @@ def test_a_draft_of_another_checkpoint_than_the_target_says_is_told_once(tmp_pat
 
 @pytest.mark.parametrize("value", [float("nan"), -0.1, 1.1, "0.7", True])
 def test_a_confidence_outside_its_range_is_refused(value):
-    with pytest.raises(UsageError, match="dspark_confidence is .*, wanted a number from 0 to 1"):
+    with pytest.raises(UsageError) as caught:
         model().generate(PROMPT, dspark_confidence=value)
+    assert str(caught.value) == f"dspark_confidence is {value!r}, wanted a number from 0 to 1"
 
 
 @pytest.mark.parametrize("asked", ["dspark", "dspark_strict"])
 def test_without_a_draft_dspark_says_what_to_download(asked):
     with ds4mlx.load() as plain, pytest.raises(UsageError) as caught:
         plain.generate(PROMPT, **{asked: True})
-    assert str(caught.value).startswith("dspark needs a draft, wanted --mtp FILE: DeepSeek-V4")
+    assert str(caught.value) == (
+        "dspark needs a draft, wanted --mtp FILE: DeepSeek-V4-Flash-DSpark-support-0731.gguf fits "
+        "the 0731 weights (ds4mlx download ds4f-dspark fetches it); the small model has its own, "
+        '"embedded"'
+    )
 
 
 def test_a_temperature_is_refused_unless_exact_sampling_is_asked_for():
@@ -193,6 +247,27 @@ def test_a_drafted_reply_has_the_plain_text_and_tells_every_cycle():
     assert told["cycles"] + told["accepted"] + sum(told["skipped"].values()) == 19
     for record in told["records"]:
         assert record.keys() >= {"position"} and ("rows" in record or "skipped" in record)
+
+
+def test_ctrl_c_inside_a_drafted_run_keeps_the_text_and_tells_of_the_drafts():
+    words = ["generate", PROMPT, "--mtp", "embedded", "--dspark-confidence", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "ds4mlx", *words, "--dspark-schedule", "off", "-n", "20000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        cwd=Path(__file__).parent.parent,
+    )
+    first = b""
+    while len(first) < 20:
+        first += process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    rest, err = (part.decode() for part in process.communicate(timeout=60))
+    assert process.returncode == 130 and err.endswith("ds4mlx: interrupted\n")
+    tokens = int(re.search(r"generated (\d+) tokens", err)[1])
+    assert int(re.search(r"drafts: (\d+) cycles", err)[1]) > 0
+    text = model().generate(PROMPT, tokens=tokens).text
+    assert first.decode() + rest == text.removesuffix("\n") + "\n"
 
 
 @pytest.mark.parametrize("room", [1, 2, 5])

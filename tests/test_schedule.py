@@ -1,6 +1,7 @@
 """The scheduler and exact sampling, on a scripted target and draft with a clock of their own."""
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
@@ -8,30 +9,54 @@ import pytest
 
 from ds4mlx.cache import Sequence
 from ds4mlx.draft import Block
-from ds4mlx.generate import Speculation
+from ds4mlx.generate import Speculation, fetch
 from ds4mlx.report import SILENT, DraftReport
 from ds4mlx.sampling import Sampler, filtered
-from ds4mlx.schedule import Schedule
+from ds4mlx.schedule import Cost, Cycle, Schedule
 
 BLOCK, VOCAB = 5, 16
 
 
 class State(Sequence):
+    window = 128
+
     def arrays(self):
         return []
 
 
 class Machine:
-    """Target and draft in one: fixed costs, and drafts that are right with a given chance."""
+    """Target and draft in one: fixed costs, and drafts that are right with a given chance.
+
+    A plain step takes the device 1 second, one with 5 drafts `verify`, a proposal `draft`. To
+    launch one of these takes the host `launch`, the device being busy or not.
+    """
 
     config = SimpleNamespace(vocab_size=VOCAB, dspark_block_size=BLOCK)
 
-    def __init__(self, right, verify=1.0, draft=0.0, sure=None, seed=0):
-        self.right, self.costs, self.sure = right, (verify, draft), sure
+    def __init__(self, right, verify=1.0, draft=0.0, sure=None, seed=0, launch=0.0, first=0.0):
+        self.right, self.costs, self.sure, self.launch = right, (verify, draft), sure, launch
+        self.first, self.seen = first, set()  # what the first use of a number of rows costs
         self.now, self.rng = 0.0, np.random.default_rng(seed)
+        self.ends, self.awaited = [0.0, 0.0], 1  # of what the device does; how much is not known
+        self.waits = 0
+
+    def work(self, seconds, kind=None):
+        if kind is not None and kind not in self.seen:
+            self.seen.add(kind)
+            seconds += self.first
+        self.now += self.launch
+        self.ends.append(max(self.now, self.ends[-1]) + seconds)
+        self.awaited += 1
+
+    def fetch(self, *arrays):
+        # A plain step is launched before the token of the one before is read.
+        earlier = len(arrays) == 1 and arrays[0].dtype == mx.int32 and self.awaited > 1
+        self.now = max(self.now, self.ends[-2 if earlier else -1])
+        self.awaited, self.waits = int(earlier), self.waits + 1
+        return fetch(*arrays)
 
     def __call__(self, ids, state):
-        self.now += 1 + (self.costs[0] - 1) * (len(ids) - 1) / BLOCK
+        self.work(1 + (self.costs[0] - 1) * (len(ids) - 1) / BLOCK, len(ids))
         streams = state.position + mx.arange(len(ids))
         state.advance(len(ids))
         return streams, streams
@@ -44,11 +69,12 @@ class Machine:
         context.advance(len(taps))
 
     def propose(self, anchor, context):
-        self.now += self.costs[1]
-        right = self.rng.random(BLOCK) < self.chance(context.position)
-        tokens = (context.position + np.arange(BLOCK)) % 7 + 7 * ~right
+        self.work(self.costs[1])
+        block = self.config.dspark_block_size
+        right = self.rng.random(block) < self.chance(context.position)
+        tokens = (context.position + np.arange(block)) % 7 + 7 * ~right
         sure = self.sure if self.sure is not None else self.chance(context.position)
-        confidence = mx.full((BLOCK,), float(np.log(sure / (1 - sure))))
+        confidence = mx.full((block,), float(np.log(sure / (1 - sure))))
         return Block(mx.concatenate([anchor, mx.array(tokens, mx.int32)]), None, confidence)
 
     def chance(self, position):
@@ -66,59 +92,178 @@ def run(machine, tokens=500, confidence=0.1, schedule=True):
         sampler=Sampler(0.0, 1.0, 0.0, 0),
         stop=(),
         confidence=confidence,
-        schedule=Schedule(BLOCK) if schedule else None,
+        schedule=Schedule(BLOCK) if schedule is True else schedule or None,
         report=records.append,
         clock=lambda: machine.now,
     )
     for state in (loop.cache, loop.context):
         state.advance(1)
-    got = list(loop.decode(mx.array([0]), tokens))
+    with patch("ds4mlx.generate.fetch", machine.fetch):
+        got = list(loop.decode(mx.array([0]), tokens))
     assert got == [i % 7 for i in range(tokens)]
     return machine.now, records
+
+
+def drafted(records):
+    return [r for r in records if "rows" in r]
 
 
 @pytest.mark.parametrize("verify", [1.6, 2.5, 6.0])
 @pytest.mark.parametrize("right", [0.2, 0.6, 0.9])
 @pytest.mark.parametrize("sure", [None, 0.9], ids=["calibrated", "overconfident"])
-def test_drafting_never_costs_more_than_3_percent_of_500_tokens(verify, right, sure):
+@pytest.mark.parametrize("launch", [0.0, 0.3], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("confidence", [0.0, 0.7])
+def test_drafting_never_costs_more_than_3_percent_of_500_tokens(
+    verify, right, sure, launch, confidence
+):
     """SP-01."""
     for seed in range(3):
-        seconds, _ = run(Machine(right, verify, draft=0.4, sure=sure, seed=seed))
+        machine = Machine(right, verify, draft=0.4, sure=sure, seed=seed, launch=launch)
+        seconds, _ = run(machine, confidence=confidence)
         assert seconds < 1.03 * 499
 
 
-@pytest.mark.parametrize("verify, right, share", [(1.6, 0.9, 0.6), (2.5, 0.9, 0.8), (1.6, 0.6, 1)])
-def test_drafting_that_pays_is_kept(verify, right, share):
-    seconds, _ = run(Machine(right, verify, draft=0.2))
-    assert seconds < share * 499
+def test_rows_that_cost_a_token_each_are_hardly_ever_drafted():
+    """A CPU: a proposal costs two steps, a row one."""
+    seconds, records = run(Machine(0.95, verify=6.0, draft=2.0))
+    assert len(drafted(records)) <= 4
+    assert seconds < 1.025 * 499
+
+
+@pytest.mark.parametrize(
+    "verify, right, share", [(1.6, 0.9, 0.55), (2.5, 0.9, 0.75), (1.6, 0.6, 1)]
+)
+@pytest.mark.parametrize("launch", [0.0, 0.3], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("confidence", [0.0, 0.5])
+def test_drafting_that_pays_is_kept(verify, right, share, launch, confidence):
+    seconds, _ = run(Machine(right, verify, draft=0.2, launch=launch), confidence=confidence)
+    assert seconds < (share + 0.1 * launch) * 499
 
 
 def test_drafting_returns_when_it_pays_again():
     machine = Machine(lambda p: 0.02 if p < 400 else 0.95, verify=1.6, draft=0.2, sure=0.8)
     _, records = run(machine, tokens=900)
-    cycles = [r["position"] for r in records if "rows" in r]
-    assert sum(p < 400 for p in cycles) < 15
-    assert sum(p >= 600 for p in cycles) > 40
+    cycles = [r["position"] for r in drafted(records)]
+    assert sum(p < 400 for p in cycles) < 20
+    assert sum(p >= 650 for p in cycles) > 40
     skipped = {r["skipped"] for r in records if "skipped" in r}
     assert skipped - {"limit"} == {"measure", "no gain"}
 
 
-def test_rows_that_cost_more_than_they_bring_are_not_verified():
+@pytest.mark.parametrize("first", [5.0, 500.0])
+def test_kernels_that_are_built_at_first_use_do_not_end_drafting(first):
     schedule = Schedule(BLOCK)
-    assert schedule.drafts([0.9] * 5) == 1
-    schedule._script = []
-    schedule.plain_took(1, 1.0)
-    for n, seconds in ((5, 3.5), (1, 1.5)):
-        schedule.cycle_took([0.9] * 5, n, n, 0.1, seconds)
-    assert schedule.drafts([0.9] * 5) == 5
-    assert schedule.drafts([0.9, 0.3, 0.3, 0.3, 0.3]) == 1
-    assert schedule.drafts([0.2] * 5) == 0
+    run(Machine(0.9, verify=1.6, draft=0.2, first=first), tokens=120, schedule=schedule)
+    seconds, _ = run(Machine(0.9, verify=1.6, draft=0.2), schedule=schedule)
+    assert seconds < 0.5 * 499
+
+
+def test_a_hiccup_while_a_cost_is_new_is_forgotten():
+    schedule = Schedule(BLOCK)
+    machine = Machine(0.9, verify=1.6, draft=0.2)
+    run(machine, tokens=30, schedule=schedule)
+    for cost in (*schedule.ahead, *schedule.verify, schedule.draft):
+        cost.samples = [100.0]
+    _, records = run(machine, tokens=900, schedule=schedule)
+    assert len(drafted(records)) > 40
+
+
+def test_where_a_wait_costs_more_than_rows_a_cycle_waits_once():
+    machine = Machine(0.8, verify=1.2, draft=0.2, launch=0.3)
+    _, records = run(machine, confidence=0.7)
+    cycles = drafted(records)
+    assert sum(r["waits"] == 1 for r in cycles) > 0.9 * len(cycles)
+    plain = len(records) - len(cycles)
+    # Twice where confidences were looked at, and once for the last token of each run of steps.
+    assert machine.waits <= plain + sum(r["waits"] for r in cycles) + plain
+
+
+def test_where_rows_cost_more_than_a_wait_confidences_are_looked_at():
+    class Fickle(Machine):
+        """Every other block is wrong from its second draft on, and says so."""
+
+        def propose(self, anchor, context):
+            self.right = 0.97
+            block = super().propose(anchor, context)
+            if self.rng.random() < 0.5:
+                return block
+            wrong = mx.array([0, 0] + [7] * 4) + block.tokens % 7
+            return Block(wrong, None, mx.array([3.5] + [-5.0] * 4))
+
+    _, records = run(Fickle(0.97, verify=3.0, draft=0.1), confidence=0.3)
+    cycles = drafted(records)
+    assert sum(r["waits"] == 2 for r in cycles) > 0.8 * len(cycles)
+    assert {2, 6} <= {r["rows"] for r in cycles}
+
+
+def test_the_end_of_a_text_does_not_stop_drafting_in_the_next():
+    schedule, machine = Schedule(BLOCK), Machine(0.9, verify=1.6, draft=0.4)
+    run(machine, tokens=60, schedule=schedule)
+    for _ in range(20):
+        _, records = run(machine, tokens=9, schedule=schedule)
+        assert "no gain" not in {r.get("skipped") for r in records}
+    assert drafted(records)
+
+
+def test_a_new_text_is_tried_soon_where_the_last_one_did_not_pay():
+    schedule = Schedule(BLOCK)
+    run(Machine(0.02, verify=1.6, draft=0.2, sure=0.8), schedule=schedule)
+    _, records = run(Machine(0.95, verify=1.6, draft=0.2, sure=0.8), schedule=schedule)
+    assert drafted(records)[0]["position"] < 30
+
+
+@pytest.mark.parametrize("block", [1, 2, 7])
+def test_blocks_of_every_size_are_scheduled(block):
+    machine = Machine(0.95, verify=1.1, draft=0.05)
+    machine.config = SimpleNamespace(vocab_size=VOCAB, dspark_block_size=block)
+    _, records = run(machine, tokens=150, schedule=Schedule(block))
+    assert drafted(records)[-1]["rows"] > 1
+
+
+def costs(**known):
+    """A schedule that knows these seconds: verify={drafts: seconds}, ahead likewise."""
+    schedule = Schedule(BLOCK)
+    for name in ("plain", "draft", "launch"):
+        getattr(schedule, name).add(known.get(name, 0.0))
+    for name in ("verify", "ahead"):
+        for n, seconds in known.get(name, {}).items():
+            getattr(schedule, name)[n].add(seconds)
+    schedule._script, schedule._built = [], set(range(BLOCK + 1))
+    return schedule
+
+
+def test_rows_that_cost_more_than_they_bring_are_not_verified():
+    schedule = costs(plain=1.0, draft=0.1, verify={1: 1.5, 5: 3.5})
+    assert schedule.drafts([0.9] * 5, 5) == 5
+    assert schedule.drafts([0.9, 0.3, 0.3, 0.3, 0.3], 5) == 1
+    assert schedule.drafts([0.2] * 5, 5) == 0
+
+
+def test_a_draft_below_the_threshold_is_not_verified_once_it_is_seen():
+    assert costs(plain=1.0, draft=0.1, verify={5: 1.1}).drafts([0.9] * 5, 3) == 3
+
+
+def test_what_a_wait_costs_is_the_launch_that_the_device_idles_for():
+    schedule = costs(plain=1.0, draft=0.5, launch=0.2, verify={2: 1.6})
+    assert schedule._unseen_cost(2) == pytest.approx(0.5 + 1.6 - 0.2)
+    # On the line from a plain step and its launch.
+    assert schedule._unseen_cost(4) == pytest.approx(0.5 + 1.2 + 0.8 - 0.2)
+    schedule.ahead[2].add(2.5)
+    assert schedule._unseen_cost(4) == pytest.approx(2.3 + 0.6)
+
+
+def test_a_cost_is_the_lower_median_of_its_newest_samples():
+    cost = Cost()
+    assert cost.value is None
+    for seconds, value in ((9.0, 9.0), (1.0, 1.0), (2.0, 2.0), (3.0, 2.0), (4.0, 3.0), (5.0, 3.0)):
+        cost.add(seconds)
+        assert cost.value == value
 
 
 def test_a_confidence_that_promises_too_much_is_corrected():
-    schedule = Schedule(BLOCK)
-    for _ in range(50):
-        schedule.cycle_took([0.95], 1, 0, 0.1, 1.0)
+    schedule = costs(plain=1.0, draft=0.1)
+    for _ in range(60):
+        schedule.cycle_took(Cycle([0.95], 1, 1, 0, False, 0.1, 0.0, 1.0))
     assert schedule._right(0.95) < 0.2
     assert schedule._right(0.5) == 0.5
 
@@ -127,6 +272,13 @@ def test_a_schedule_changes_no_token_and_off_means_the_plain_cut():
     _, records = run(Machine(0.5, verify=9.0, draft=1.0), tokens=60, schedule=False)
     assert {r["skipped"] for r in records if "skipped" in r} <= {"limit"}
     assert all(r["rows"] == 6 for r in records[:-3])
+
+
+def test_the_first_tokens_only_build_kernels_and_the_next_are_measured():
+    _, records = run(Machine(0.9, verify=1.6, draft=0.2), tokens=20)
+    kinds = ["probe" if "rows" in r else r["skipped"] for r in records[:8]]
+    assert kinds == ["measure"] * 2 + ["probe"] + ["measure"] * 4 + ["probe"]
+    assert {r["rows"] for r in drafted(records)[:2]} == {3}
 
 
 def settings(**changes):
@@ -146,6 +298,24 @@ def test_a_draft_that_never_drafts_is_reported_after_32_cycles():
         "nothing was drafted in 32 cycles: the highest confidence of a first draft was 0.30, "
         "the threshold is 0.7"
     )
+
+
+def test_drafting_that_is_left_off_is_told():
+    """SP-01."""
+    report = DraftReport(settings())
+    _, records = run(Machine(0.95, verify=6.0, draft=2.0), tokens=100)
+    for record in records:
+        report(record)
+    idle = report.summary()["skipped"]["no gain"]
+    assert (
+        report.summary()["warning"]
+        == report.warning
+        == (
+            f"drafting did not pay and was left off in {idle} of {len(records)} steps; "
+            "--dspark-schedule off drafts all the same"
+        )
+    )
+    assert idle > 80
 
 
 def test_the_summary_counts_what_the_records_say():

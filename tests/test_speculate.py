@@ -2,8 +2,9 @@
 
 import json
 from functools import cache
-from importlib.resources import files
+from itertools import cycle
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
@@ -15,16 +16,15 @@ import ds4mlx
 from ds4mlx.cache import Cache
 from ds4mlx.check import Recorder
 from ds4mlx.convert.folder import folder_tensors
-from ds4mlx.convert.pair import transcode
 from ds4mlx.draft import Block, Draft, DraftConfig
-from ds4mlx.generate import Speculation, decode, prefill
-from ds4mlx.loading import EMBEDDED, EMBEDDED_DRAFT
+from ds4mlx.generate import Speculation, decode, fetch, prefill
 from ds4mlx.sampling import Sampler
+from ds4mlx.schedule import Plan
 from ds4mlx.weights import load_weights
-from tests.close import assert_same
 from tests.golden_data import HERE, draft
 from tests.test_embedded import NANO, beside
 from tests.test_embedded import source as source_target
+from tests.test_identity import assert_same_state, greedy, taken
 
 PROMPTS = json.loads((HERE / "nano.json").read_text())
 TRANSCRIPTS = json.loads((HERE / "nano_spec.json").read_text())
@@ -54,33 +54,12 @@ def prefilled(model, ids, ctx):
     return streams, state, rings
 
 
-def greedy():
-    return Sampler(0.0, 1.0, 0.0, 0)
-
-
 def speculation(model, ids, *, ctx=None, stop=(), sampler=None, proposer=None, **options):
     """(loop, streams of the prompt's last row)"""
     streams, state, rings = prefilled(model, ids, ctx or len(ids) + 90)
     sampler = sampler or greedy()
     proposer = proposer or model
     return Speculation(model.target, proposer, state, rings, sampler, stop, **options), streams
-
-
-def assert_same_state(got, want):
-    assert got.position == want.position
-    for a, b in zip(got.live(), want.live(), strict=True):
-        assert_same(a, b)
-
-
-def taken(tokens, leave_at):
-    """Tokens of a loop that is left after `leave_at` of them (None: read to its end)."""
-    out = []
-    for id in tokens:
-        out.append(id)
-        if len(out) == leave_at:
-            break
-    tokens.close()
-    return out
 
 
 def plain(model, ids, n, stop=(), leave_at=None, sampler=None):
@@ -102,7 +81,7 @@ def assert_as_plain(model, ids, n, *, stop=(), leave_at=None, sampler=greedy, **
     loop.report = records.append
     assert taken(loop.decode(streams, n), leave_at) == want
     assert_same_state(loop.cache, state)
-    assert_same_state(loop.context, rings)
+    assert_same_state(loop.caught_up(), rings)
     return want, [r for r in records if "rows" in r]
 
 
@@ -131,22 +110,6 @@ def assert_transcript(model, index, rounding, cycles):
         assert [r[name] for r in records[:cycles]] == want[key][:cycles]
     got = np.array([r["confidences"] for r in records[:cycles]])
     assert np.abs(got - 1 / (1 + np.exp(-np.array(want["conf"][:cycles])))).max() < 2e-2
-
-
-@pytest.mark.parametrize("length, confidence", [(1, 0.5), (127, 0.7), (129, 0.0), (250, 1.0)])
-def test_the_embedded_pair_writes_its_plain_text(length, confidence):
-    ids = (PROMPTS[0]["prompt"] + PROMPTS[5]["prompt"])[:length]
-    assert_as_plain(embedded(True), ids, 9, confidence=confidence)
-
-
-@pytest.mark.parametrize("experts", ["q4_k", "iq2_xxs"])
-def test_the_pair_with_other_experts_writes_its_plain_text(experts, tmp_path):
-    paths = []
-    for name in (EMBEDDED, EMBEDDED_DRAFT):
-        paths.append(tmp_path / name)
-        transcode(files("ds4mlx") / "data" / name, paths[-1], experts)
-    with ds4mlx.load(paths[0], mtp=paths[1]) as model:
-        assert_as_plain(model._draft, PROMPTS[0]["prompt"], 9, confidence=0.3)
 
 
 @cache
@@ -225,15 +188,83 @@ def test_sampled_text_is_that_of_plain_sampling_with_the_same_seed(temp, top_p):
     assert_as_plain(small(), PROMPT, 12, sampler=lambda: Sampler(temp, top_p, 0.0, 3))
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+class Scripted:
+    """A schedule that goes through these plans, again and again."""
+
+    def __init__(self, plans):
+        self.plans = cycle(plans)
+
+    def begin(self):
+        pass
+
+    def plan(self, most, fixed):
+        return next(self.plans)
+
+    def drafts(self, confidences, cut):
+        return cut
+
+    def plain_took(self, seconds):
+        assert min(seconds) > 0
+
+    def cycle_took(self, told):
+        assert told.drafts <= len(told.confidences) and told.accepted <= told.drafts
+
+
+def test_a_long_pause_leaves_the_context_whole():
+    """More steps than the context's rings hold, and then drafts."""
+    window = small().cache().window + 8
+    plans = [Plan("no gain")] * (window + 7) + [Plan(drafts=5)]
+    _, records = assert_as_plain(small(), PROMPT, window + 30, schedule=Scripted(plans))
+    assert len(records) == 1 and records[0]["position"] == len(PROMPT) + window + 7
+
+
+def test_drafts_verified_unseen_are_taken_where_they_are_right_whatever_their_confidence():
+    script = Script(PROMPT + text(), confidence=[-3.0] * 5)
+    schedule = Scripted([Plan(drafts=4)])
+    _, records = assert_as_plain(
+        small(), PROMPT, 14, proposer=script, confidence=0.7, schedule=schedule
+    )
+    assert [(r["rows"], r["accepted"], r["waits"]) for r in records[:2]] == [(5, 4, 1)] * 2
+
+
+@pytest.mark.parametrize(
+    "options, waits",
+    [
+        ({"confidence": 0.0}, 1),
+        ({"confidence": 0.5}, 2),
+        ({"confidence": 0.5, "schedule": Scripted([Plan(drafts=3)])}, 1),
+    ],
+    ids=["whole blocks", "cut", "unseen"],
+)
+def test_a_cycle_waits_once_unless_confidences_cut_it(options, waits):
+    counted, at = [], []
+
+    def counting(*arrays):
+        counted.append(arrays)
+        return fetch(*arrays)
+
+    loop, streams = speculation(small(), PROMPT, **options)
+    loop.report = lambda record: at.append((len(counted), record["waits"]))
+    with patch("ds4mlx.generate.fetch", counting):
+        taken(loop.decode(streams, 30), 12)
+    # The first anchor is awaited before the first cycle.
+    assert at[:3] == [(1 + waits * n, waits) for n in (1, 2, 3)]
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     ids=st.lists(st.integers(0, 388), min_size=1, max_size=20),
     limit=st.integers(1, 10),
     confidence=st.sampled_from([0.0, 0.2, 0.5, 0.7, 1.0]),
     leave_at=st.none() | st.integers(1, 14),
     stop=st.sets(st.integers(0, 388), max_size=60),
+    plans=st.lists(
+        st.sampled_from([Plan("no gain"), Plan(), *(Plan(drafts=n) for n in range(6))]),
+        max_size=6,
+    ),
 )
-def test_any_prompt_limit_threshold_and_end_gives_the_plain_text(
-    ids, limit, confidence, leave_at, stop
+def test_any_prompt_limit_threshold_schedule_and_end_gives_the_plain_text(
+    ids, limit, confidence, leave_at, stop, plans
 ):
-    assert_as_plain(small(), ids, limit, confidence=confidence, leave_at=leave_at, stop=stop)
+    options = {"confidence": confidence, "schedule": Scripted(plans) if plans else None}
+    assert_as_plain(small(), ids, limit, leave_at=leave_at, stop=stop, **options)
