@@ -1,6 +1,8 @@
 """The embedded model: the transcripts recorded with its weights as they were trained."""
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 
 import mlx.core as mx
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 import ds4mlx
-from ds4mlx.cache import Cache
+from ds4mlx.cache import Cache, Step
 from ds4mlx.config import TargetConfig
 from ds4mlx.convert.folder import folder_tensors
 from ds4mlx.generate import decode, prefill
@@ -17,6 +19,7 @@ from ds4mlx.target import Target
 from ds4mlx.weights import load_weights
 from tests.close import assert_close, assert_same
 from tests.golden_data import HERE, SHARED
+from tests.metal.bench import executed
 
 PROMPTS = json.loads((HERE / "nano.json").read_text())
 NANO = SHARED / "nano"
@@ -127,3 +130,44 @@ def test_a_long_prompt_gives_the_same_logits_in_any_chunks(chunk):
     state = Cache(target.config, 300)
     *_, (streams, _) = prefill(target, ids, state, chunk=chunk)
     assert_close(target.logits(streams[-1:]), whole_prompt(), atol=5e-4)
+
+
+def fed(model, ids, plan, *, kernels=False):
+    """Logits of the last sum(plan) ids after a plain prefill, rows in blocks as `plan` says.
+
+    With `kernels` they are executed, and each step knows its position as an array only, as in the
+    graph that a GPU keeps.
+    """
+    cache, outputs, at = Cache(model.config, len(ids) + 8), [], len(ids) - sum(plan)
+    model(mx.array(ids[:at], mx.int32), cache)
+    mx.eval(cache.arrays())
+    for rows in plan:
+        step = Step.of(model.config, at, rows)
+        block = mx.array(ids[at : at + rows], mx.int32)
+        with executed("guard") if kernels else nullcontext():
+            known = replace(step, position=mx.array(at)) if kernels else step
+            outputs.append(model.logits(model.forward(block, known, cache)[0]))
+        cache.advance(rows)
+        mx.eval(outputs, cache.arrays())
+        at += rows
+    return mx.concatenate(outputs)
+
+
+def test_executed_kernels_give_the_logits_of_the_references_in_any_blocks():
+    """Positions 125 to 128 close windows of 4 and of 128."""
+    model, ids = shipped(True), [int(i) for i in np.random.default_rng(0).integers(2, 4000, 129)]
+    singly = fed(model, ids, [1] * 4, kernels=True)
+    assert_same(fed(model, ids, [4], kernels=True), singly)
+    # A key at a tie of fp8 may be rounded to the other side.
+    assert_close(singly, np.array(fed(model, ids, [1] * 4)), atol=0.02)
+
+
+def test_a_prefill_through_executed_kernels_gives_the_logits_of_the_references():
+    model, ids = shipped(True), [int(i) for i in np.random.default_rng(1).integers(2, 4000, 35)]
+    results = []
+    for place in (executed("guard"), nullcontext()):
+        with place:
+            streams, _ = model(mx.array(ids, mx.int32), Cache(model.config, 40))
+            results.append(model.logits(streams))
+            mx.eval(results)
+    assert_close(results[0], np.array(results[1]), atol=0.1)

@@ -7,7 +7,9 @@ the `mx.eval` that needs it, unless the launch stands in `eager`. Nothing falls 
 
 import hashlib
 import math
+import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -18,6 +20,12 @@ import mlx.core as mx
 
 from ..errors import Ds4Error
 from ..msl import cuda
+
+# On CUDA, MLX submits its graph after 400 MB of arrays that launches touch, and counts all experts
+# of a matrix: after nearly each launch. Its own variables are the only way to tell it otherwise.
+if sys.platform == "linux":
+    os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "100000")
+    os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "100")
 
 _SOURCES = files("ds4mlx") / "metal"
 _HAS_GPU = mx.metal.is_available() or mx.cuda.is_available()  # asked 200 times a token
