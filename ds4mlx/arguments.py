@@ -262,6 +262,11 @@ VERBS = {
                 _choice("q2", "q2-q4", "q4", "mxfp4"),
             ),
             Flag(("--layers",), "layers", "of the synthetic model", _whole(3, 43), default=43),
+            Flag(
+                ("--launches",),
+                "launches",
+                "count the launches of a token of V4 Flash by kernel, here and without weights",
+            ),
             Flag(("--csv",), "csv", "write the contexts' figures as CSV", FILE),
             Flag(("--plot",), "plot", "draw them, as PNG or SVG (needs matplotlib)", FILE),
             FORCE,

@@ -82,6 +82,27 @@ def sweep_rows(
         sweep.plot(points, plot)
 
 
+def launch_rows() -> Iterator[str]:
+    """Lines of a table: launches of a decoded token of Flash by kernel, at growing contexts.
+
+    A context is the mean of 128 tokens, some of which close windows.
+    """
+    from .launches import launches, mean_launches
+    from .synthetic import flash
+
+    target = flash(seed=None)
+    layers = target.config.num_hidden_layers
+    contexts = (128, 1024, 4096, 65536)
+    yield f"commit: {_commit()}, mlx {version('mlx')}, V4 Flash of {layers} layers, q2, one row"
+    yield _cells(("kernel", *(f"at {ctx}" for ctx in contexts)), False)
+    yield _cells(["---"] * (1 + len(contexts)), False)
+    counts = [launches(target, 1, ctx) for ctx in contexts]
+    for name, _ in counts[-1].most_common():
+        yield _cells((name[:40], *(str(count[name]) for count in counts)), False)
+    means = [mean_launches(target, 1, ctx) / layers for ctx in contexts]
+    yield _cells(("a layer and token, mean", *(f"{mean:.2f}" for mean in means)), False)
+
+
 def _targets(model, mtp, synthetic: str | None, layers: int, ctx: int, force: bool):
     """A target, a draft or None, and what keeps them."""
     if synthetic:

@@ -112,8 +112,13 @@ def inspect(model=None, draft=None, as_json=False) -> Iterator[str]:
 
 def bench(model=None, **options) -> Iterator[str]:
     """Measure; `options` are those of `bench.rows`, or from `ctx_max` on of `sweep_rows`."""
-    from .bench import rows, sweep_rows
+    from .bench import launch_rows, rows, sweep_rows
 
+    if options.pop("launches", False):
+        if model or options:
+            raise UsageError(f"{next(iter(options), 'model')} does not go with launches")
+        yield from (f"{line}\n" for line in launch_rows())
+        return
     swept = next((k for k in ("ctx_max", "synthetic") if k in options), None)
     own = signature(sweep_rows).parameters.keys() - {"force"}
     for key in options.keys() - own - {"force"} if swept else options.keys() & own:

@@ -430,7 +430,7 @@ def test_every_option_of_bench_is_one_of_its_rows():
     from ds4mlx.bench import rows, sweep_rows
 
     parameters = {**inspect.signature(sweep_rows).parameters, **inspect.signature(rows).parameters}
-    flags = [f for f in arguments.VERBS["bench"].flags if f.key != "debug"]
+    flags = [f for f in arguments.VERBS["bench"].flags if f.key not in ("debug", "launches")]
     flags = {f.key: f.default if f.kind else False for f in flags}
     assert flags == {k: p.default for k, p in parameters.items()}
 
@@ -807,6 +807,14 @@ def test_bench_prints_its_lines(run, monkeypatch):
     assert refused(run("bench", "fast"), "bench takes no argument")
     assert refused(run("bench", "--ctx-max", "9", "--runs", "2"), "runs does not go with ctx_max")
     assert refused(run("bench", "--csv", "x.csv"), "csv needs ctx_max or synthetic")
+    assert refused(run("bench", "--launches", "-n", "3"), "tokens does not go with launches")
+
+
+def test_bench_counts_launches_without_weights(run):
+    status, out, _ = run("bench", "--launches")
+    assert status == 0
+    means = [float(cell) for cell in out.splitlines()[-1].split("|")[2:-1]]
+    assert len(means) == 4 and all(15 < mean <= 18 for mean in means)
 
 
 # Helpers --------------------------------------------------------------------------------------
