@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache as memo
-from functools import partial
+from threading import get_ident
 from weakref import proxy
 
 import mlx.core as mx
@@ -30,8 +30,10 @@ class Target:
         self.norm = weights["norm.weight"]
         self.head = weights["head.weight"]
         self.freqs = {r: config.rope_freqs(compressed=r) for r in (False, True)}
-        # Held weakly: a cycle would keep the weights until Python looks for cycles.
-        self._graph = memo(partial(Target.graph, proxy(self)))
+        # Held weakly: a cycle would keep the weights until Python looks for cycles. One a thread:
+        # MLX's streams, which a graph keeps, belong to theirs.
+        me = proxy(self)
+        self._graph = memo(lambda thread, *kind: me.graph(*kind))
         weights.finish()
 
     def __call__(self, ids: mx.array, cache: Cache) -> tuple[mx.array, mx.array]:
@@ -42,7 +44,7 @@ class Target:
         """
         step = Step.of(self.config, cache.position, ids.shape[0])
         if step.rows <= FEW and ops.compiles():
-            run = self._graph(*step.kind)
+            run = self._graph(get_ident(), *step.kind)
             x, taps, *arrays = run(ids, mx.array(step.position), *cache.arrays())
             cache.replace(arrays)
         else:

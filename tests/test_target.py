@@ -1,6 +1,8 @@
 """The target against an independent reference, and against itself in other portions."""
 
 import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from unittest.mock import patch
 
@@ -10,6 +12,8 @@ import pytest
 
 from ds4mlx import ops
 from ds4mlx.cache import Cache, Ring, Step
+from ds4mlx.ops import metal
+from ds4mlx.synthetic import flash
 from ds4mlx.target import Attention, Indexer, MoE, settled
 from tests.close import assert_close, assert_same
 from tests.golden_data import CASES, description, folder, op_vectors, target, vectors
@@ -319,3 +323,24 @@ def test_an_unfinished_window_writes_no_entry():
                 if done:
                     assert_close(got[:done], want[:done], atol=1e-4)
                 assert_same(got[done:], mx.zeros_like(got[done:]))
+
+
+def test_a_step_that_compiles_keeps_one_graph_a_kind_and_thread():
+    """Nothing is evaluated: the launches of a traced graph cannot run."""
+    model = flash(layers=5, seed=None)
+    built = []
+
+    def steps():
+        with metal.traced(Counter()):
+            cache = Cache(model.config, 400)
+            for _ in range(9):  # kinds: no window closes, one of 4 does
+                model(mx.array([1]), cache)
+
+    original = mx.compile
+    with patch.object(mx, "compile", lambda run: built.append(run) or original(run)):
+        steps()
+        steps()
+        assert len(built) == 2
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(steps).result()
+    assert len(built) == 4
