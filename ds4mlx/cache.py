@@ -167,14 +167,13 @@ class Sequence:
             )
         self.position -= n
 
-    def snapshot(self) -> tuple[int, list[mx.array]]:
+    def snapshot(self) -> tuple[int, int, list[mx.array]]:
         """The state as it is, for `restore`; what is written later is written to copies."""
-        return self.position, [mx.array(a) for a in self.arrays()]
+        return self.position, self._furthest, [mx.array(a) for a in self.arrays()]
 
-    def restore(self, snapshot: tuple[int, list[mx.array]]):
+    def restore(self, snapshot: tuple[int, int, list[mx.array]]):
         """Put a state back, as often as wanted."""
-        self.position, arrays = snapshot
-        self._furthest = self.position
+        self.position, self._furthest, arrays = snapshot
         self.replace([mx.array(a) for a in arrays])
 
 

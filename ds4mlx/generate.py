@@ -186,7 +186,7 @@ class Speculation:
         known = (tokens >= 0) & (tokens < self.target.config.vocab_size)
         streams, taps = self.target(mx.where(known, tokens, 0), self.cache)
         chosen = self.sampler(self.target.logits(streams))
-        mx.async_eval(chosen, tokens, confidence, self.cache.arrays())
+        mx.async_eval(chosen, tokens, confidence, taps, self.cache.arrays())
         launched = self.clock()
         if not (yield from self._hand_out([id], 1 + n)):
             return None, None

@@ -106,7 +106,7 @@ class Sweep:
                 context.restore(saved[1])
 
         text, plain = timed_tokens(
-            decode(target, streams, cache, _greedy(), limit=tokens + _WARM_UP, stop=())
+            decode(target, streams, cache, _greedy(), limit=tokens + _WARM_UP, stop=()), _WARM_UP
         )
         point.decode_tokens_per_second, point.step_ms = 1 / plain, 1e3 * plain
         if mx.default_device() != mx.cpu:
@@ -141,12 +141,12 @@ class Sweep:
         cost = (point.draft_ms + point.verify_ms[-1]) / point.step_ms
         point.break_even = break_even(cost, block)
         for acceptance in ACCEPTANCE:
-            forced = Forced(draft, text, acceptance)
+            forced = Forced(draft, text, acceptance, context.position)
             loop = Speculation(
                 target, forced, cache, context, _greedy(), (), schedule=Schedule(block)
             )
             limit = len(text) - block - 1
-            _, drafted = timed_tokens(loop.decode(streams, limit), lump=block + 1)
+            _, drafted = timed_tokens(loop.decode(streams, limit), limit // 3)
             point.forced[acceptance] = plain / drafted
             restore()
 
@@ -177,22 +177,20 @@ def plot(points: list[Point], path: str):
 
 
 class Forced:
-    """A draft whose tokens are the text's own with a given probability, others else.
+    """A draft whose tokens are those of `text`, from position `start` on, with a given probability.
 
     All of its work is done: random weights would accept nothing, and the speed at a published
     acceptance could not be measured.
     """
 
-    def __init__(self, draft: Draft, text: list[int], acceptance: float, seed: int = 0):
+    def __init__(self, draft: Draft, text: list[int], acceptance: float, start: int):
         self.draft, self.config, self.text = draft, draft.config, text
-        self.acceptance, self._luck, self._start = acceptance, random.Random(seed), None
+        self.acceptance, self._luck, self._start = acceptance, random.Random(0), start
 
     def extend(self, taps: mx.array, context):
         self.draft.extend(taps, context)
 
     def propose(self, anchor: mx.array, context) -> Block:
-        if self._start is None:
-            self._start = context.position
         block = self.draft.propose(anchor, context)
         first = context.position - self._start + 1
         own = self.text[first : first + block.confidence.shape[0]]
@@ -222,14 +220,14 @@ def break_even(cost: float, block: int) -> float | None:
     return high
 
 
-def timed_tokens(ids: Iterator[int], lump: int = 1) -> tuple[list[int], float]:
-    """All ids, and the seconds that one took after the first _WARM_UP cycles of `lump`."""
-    found, start, skipped = [], 0.0, _WARM_UP * lump
+def timed_tokens(ids: Iterator[int], skipped: int) -> tuple[list[int], float]:
+    """All ids, more than `skipped`, and the seconds that one took after those."""
+    found, start = [], time.perf_counter()
     for id in ids:
         found.append(id)
         if len(found) == skipped:
             start = time.perf_counter()
-    return found, (time.perf_counter() - start) / max(1, len(found) - skipped)
+    return found, (time.perf_counter() - start) / (len(found) - skipped)
 
 
 def repeated(run, times: int = 7) -> float:

@@ -43,7 +43,9 @@ class Target:
         reads. The cache advances by N. Both are float32.
         """
         step = Step.of(self.config, cache.position, ids.shape[0])
-        if step.rows <= FEW and ops.compiles():
+        # A scatter on a GPU would write beyond the entries.
+        assert step.position + step.rows <= cache.ctx, (step.position, step.rows, cache.ctx)
+        if step.rows <= FEW and self._compiles():
             run = self._graph(get_ident(), *step.kind)
             x, taps, *arrays = run(ids, mx.array(step.position), *cache.arrays())
             cache.replace(arrays)
@@ -51,6 +53,11 @@ class Target:
             x, taps = self.forward(ids, step, cache)
         cache.advance(step.rows)
         return x, taps
+
+    def _compiles(self) -> bool:
+        """Whether a step can be one graph: attention's reference has to know its position."""
+        config = self.config
+        return ops.compiles() and ops.attends(config.head_dim, config.qk_rope_head_dim)
 
     def forward(self, ids: mx.array, step: Step, cache: Cache) -> tuple[mx.array, mx.array]:
         """As a call, but the cache's position stays."""

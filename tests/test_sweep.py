@@ -1,11 +1,14 @@
 import math
+import time
 
 import mlx.core as mx
 import pytest
 
 from ds4mlx.cache import Cache
-from ds4mlx.generate import decode, prefill
+from ds4mlx.errors import UsageError
+from ds4mlx.generate import Speculation, decode, prefill
 from ds4mlx.sampling import Sampler
+from ds4mlx.schedule import Schedule
 from ds4mlx.sweep import Forced, Sweep, break_even, timed_tokens, token_bytes
 from ds4mlx.synthetic import flash
 from tests.golden_data import draft, target
@@ -21,8 +24,13 @@ def test_no_acceptance_pays_for_more_than_a_whole_block():
 
 
 def test_the_first_cycles_are_not_timed():
-    ids, seconds = timed_tokens(iter(range(20)), lump=2)
-    assert ids == [*range(20)] and 0 < seconds < 0.1
+    def slow_at_first():
+        for id in range(20):
+            time.sleep(0.02 if id < 8 else 0)
+            yield id
+
+    ids, seconds = timed_tokens(slow_at_first(), 8)
+    assert ids == [*range(20)] and 0 < seconds < 0.01
 
 
 def test_a_token_of_flash_reads_the_bytes_of_the_economics():
@@ -54,10 +62,45 @@ def test_a_restored_state_decodes_the_same_again():
 def test_a_forced_draft_proposes_the_text_or_something_else(acceptance, own):
     model = draft("s1_w16_r8")
     context, text = model.cache(), [5, 6, 7, 8, 9, 10, 11, 12]
-    forced = Forced(model, text, acceptance)
+    forced = Forced(model, text, acceptance, 0)
     tokens = [int(t) for t in forced.propose(mx.array([5], mx.int32), context).tokens]
     assert tokens[0] == 5
     assert all((t == w) == own for t, w in zip(tokens[1:], text[1:], strict=False))
+
+
+@pytest.mark.parametrize("acceptance", [1.0, 0.0])
+def test_a_forced_draft_stays_with_the_text_under_a_schedule(acceptance):
+    model, records = draft("s1_w16_r8"), []
+    cache, context = Cache(model.target.config, 128), model.cache()
+    parts = prefill(model.target, list(range(30)), cache, chunk=16, draft=model, context=context)
+    *_, (streams, _) = parts
+    saved = cache.snapshot(), context.snapshot()
+    greedy = lambda: Sampler(0.0, 1.0, 0.0, 0)  # noqa: E731
+    text = list(decode(model.target, streams, cache, greedy(), limit=60, stop=()))
+    cache.restore(saved[0])
+    loop = Speculation(
+        model.target,
+        Forced(model, text, acceptance, context.position),
+        cache,
+        context,
+        greedy(),
+        (),
+        schedule=Schedule(model.config.dspark_block_size),
+        report=records.append,
+    )
+    assert list(loop.decode(streams, 50)) == text[:50]
+    cycles = [r for r in records if "rows" in r]
+    assert cycles
+    assert all(r["accepted"] == (r["rows"] - 1 if acceptance else 0) for r in cycles)
+
+
+def test_a_restored_state_rewinds_no_further_than_the_saved_one():
+    cache = Cache(target("s1_w16_r8").config, 64)
+    cache.advance(40)
+    cache.rewind(6)
+    cache.restore(cache.snapshot())
+    with pytest.raises(UsageError, match="wanted 0 to 2"):
+        cache.rewind(3)
 
 
 def test_every_figure_of_a_point_is_measured():
@@ -69,4 +112,4 @@ def test_every_figure_of_a_point_is_measured():
         assert len(p.verify_ms) == model.config.dspark_block_size + 1
         assert p.forced.keys() == {0.85, 0.62, 0.0}
         assert 0 < p.bandwidth_share < 1 and p.draft_ms > 0 and p.peak_bytes > 0
-        assert all(math.isfinite(ratio) and ratio > 0 for ratio in p.forced.values())
+        assert all(math.isfinite(ratio) and ratio > 0.01 for ratio in p.forced.values())

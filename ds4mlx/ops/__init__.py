@@ -1,7 +1,7 @@
 """One function per operation that sees weights or sums; each has a pure-MLX reference."""
 
 from .argmax import argmax
-from .attention import attention
+from .attention import attends, attention
 from .dequantize import dequantize
 from .embed import embed
 from .experts import experts
@@ -28,6 +28,7 @@ from .route import route
 __all__ = [
     "Pool",
     "argmax",
+    "attends",
     "attention",
     "compiles",
     "dequantize",

@@ -42,7 +42,7 @@ def attention(
     """
     N, H, Dh = q.shape
     R = 2 * turns.shape[-1]
-    if not metal.enabled() or N > FEW or Dh % 128 or R % 4:
+    if not metal.enabled() or N > FEW or not attends(Dh, R):
         return attention_reference(
             q,
             rows,
@@ -90,6 +90,11 @@ def attention(
         dtypes=[mx.float32],
     )
     return out
+
+
+def attends(Dh: int, R: int) -> bool:
+    """Whether the kernel is there for heads of Dh channels, of which R are rotated."""
+    return Dh % 128 == 0 and R % 4 == 0
 
 
 def attention_reference(
