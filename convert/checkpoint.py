@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import FileError, UsageError
+from ..errors import FileError, UsageError, file_errors
 from .blocks import E2M1, LAYOUTS
 from .gguf import some
 from .hub import QUANT_METHOD
@@ -106,6 +106,7 @@ class Checkpoint:
         return 1 + max((int(n) for n in numbers if n.isdigit()), default=-1)
 
 
+@file_errors()
 def open_checkpoint(path: str | os.PathLike, wanted: Callable[[str], bool]) -> Checkpoint:
     """A folder with config.json, tokenizer.json and the shards that hold the tensors wanted.
 
@@ -147,13 +148,14 @@ def _shards(path: Path, wanted: Callable[[str], bool]) -> list[Path]:
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
         raise FileError(f"{index}: no weight_map from tensors to files")
-    shards = [path / name for name in sorted({f for n, f in names.items() if wanted(n)})]
-    if lost := [p.name for p in shards if p.parent != path or not p.is_file()]:
+    there = {p.name for p in path.iterdir() if p.is_file()}
+    shards = sorted({f for n, f in names.items() if wanted(n)})
+    if lost := [name for name in shards if name not in there]:
         raise FileError(
-            f"{path}: {len(lost)} of {len(shards)} shards are missing: {some(lost)}; "
-            "the download is not complete"
+            f"{path}: {len(lost)} of {len(shards)} shards are missing: "
+            f"{some(f'{name:.100}' for name in lost)}; the download is not complete"
         )
-    return shards
+    return [path / name for name in shards]
 
 
 def sources(shards: Iterable[Path]) -> dict[str, tuple[Source, ...]]:

@@ -165,6 +165,40 @@ def draft_config(gguf: GGUF) -> dict:
     return c | _origin(gguf)
 
 
+def check_folder_config(config: dict, source: str):
+    """Raises FileError that names every field of a target folder's `config.json` that is missing
+    or senseless; what `target_config` returns has none.
+    """
+    ranges = dict.fromkeys(_INTS, (1, _MAX_INT)) | {"num_hash_layers": (0, _MAX_INT)}
+    optional = dict.fromkeys(("num_key_value_heads", "max_position_embeddings"), (1, _MAX_INT))
+    floats = [*_FLOATS, "swiglu_limit"]
+    yarn = config.get("rope_scaling")
+    scaling = {f"rope_scaling.{k}": v for k, v in yarn.items()} if isinstance(yarn, dict) else {}
+    ranges["rope_scaling.original_max_position_embeddings"] = (1, _MAX_INT)
+    floats += [f"rope_scaling.{k}" for k in ("factor", "beta_fast", "beta_slow")]
+    values = config | scaling
+    wanted = [n for n in (*ranges, *floats, "compress_ratios") if n not in optional]
+    missing = [name for name in wanted if values.get(name) is None]
+    problems = [f"these fields are missing: {', '.join(missing)}"] if missing else []
+    problems += _odd_wholes(values, ranges | optional)
+    for name in floats:
+        value = values.get(name)
+        if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
+            problems.append(f"{name} is {value!r:.60}, wanted a number above 0")
+    for name in ("compress_ratios", "dspark_target_layer_ids"):
+        value = [] if (found := values.get(name)) is None else found
+        if not isinstance(value, list) or any(
+            type(n) is not int or not 0 <= n <= _MAX_INT for n in value
+        ):
+            problems.append(f"{name} is {value!r:.60}, wanted a list of integers from 0")
+    if not problems:
+        narrow, R = min(config["head_dim"], config["index_head_dim"]), config["qk_rope_head_dim"]
+        if R % 2 or narrow < R:
+            problems.append(f"qk_rope_head_dim is {R}, wanted an even one up to {narrow}")
+    if problems:
+        raise FileError(f"{source}: {some(problems)}")
+
+
 def folder_draft_config(config: dict, source: str) -> dict:
     """The same from the `config.json` of a folder.
 
@@ -179,10 +213,7 @@ def folder_draft_config(config: dict, source: str) -> dict:
     ids = config.get("dspark_target_layer_ids")
     missing = [name for name in (*ranges, "dspark_target_layer_ids") if config.get(name) is None]
     problems = [f"these fields are missing: {', '.join(missing)}"] if missing else []
-    for name, (low, high) in ranges.items():
-        value = config.get(name, low)
-        if value is not None and (type(value) is not int or not low <= value <= high):
-            problems.append(f"{name} is {value!r:.60}, wanted an integer from {low} to {high}")
+    problems += _odd_wholes(config, ranges)
     whole = isinstance(ids, list) and all(type(i) is int for i in ids)
     if ids is not None and not (whole and ids and ids == sorted(set(ids)) and ids[0] >= 0):
         problems.append(f"dspark_target_layer_ids is {ids!r:.60}, wanted increasing layers")
@@ -190,6 +221,16 @@ def folder_draft_config(config: dict, source: str) -> dict:
         raise FileError(f"{source}: {some(problems)}")
     lineage = config.get("lineage")
     return {n: config[n] for n in (*ranges, "dspark_target_layer_ids")} | {"lineage": lineage}
+
+
+def _odd_wholes(values: dict, ranges: dict[str, tuple[int, int]]) -> list[str]:
+    """What is wrong with fields that are there, and must be integers of a range."""
+    return [
+        f"{name} is {value!r:.60}, wanted an integer from {low} to {high}"
+        for name, (low, high) in ranges.items()
+        if (value := values.get(name)) is not None
+        and (type(value) is not int or not low <= value <= high)
+    ]
 
 
 def kv_bytes(config: dict, ctx: int) -> dict[int, dict[str, int]]:

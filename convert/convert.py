@@ -56,14 +56,16 @@ def convert(source, out, *, overwrite: bool = False, progress: Progress | None =
     items = make_plan(gguf, official)
     outputs = layouts(items)
     out = Path(os.path.abspath(os.path.expandvars(os.path.expanduser(out))))
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"{out}: a file, wanted a folder to write into")
     try:
+        if out.is_symlink() and not out.exists():
+            raise UsageError(f"{out}: a link to what is not there, wanted a folder to write into")
+        if out.exists() and not out.is_dir():
+            raise UsageError(f"{out}: a file, wanted a folder to write into")
         out.mkdir(parents=True, exist_ok=True)
         held = [path.stat() for path in out.iterdir() if _OWN.fullmatch(path.name)]
         size = sum(layout.size for layout in outputs.values())
         check_room(out, size - sum(stat.st_blocks * 512 for stat in held))
-        with _journal(out, _identity(gguf, items, outputs), overwrite) as (journal, done):
+        with _journal(out, _identity(gguf, items, outputs), items, overwrite) as (journal, done):
             if not (out / "config.json").exists():  # or only the journal was left to remove
                 _write_tensors(gguf, out, items, outputs, (journal, done), progress)
                 _finish(out, gguf, items, files, done)
@@ -102,7 +104,7 @@ def _identity(gguf: GGUF, items: list[Item], outputs: dict[str, Layout]) -> dict
 
 
 @contextmanager
-def _journal(out: Path, identity: dict, overwrite: bool) -> Iterator[tuple]:
+def _journal(out: Path, identity: dict, items: list[Item], overwrite: bool) -> Iterator[tuple]:
     """The journal, open and locked, and its entries by tensor; removed if all went well."""
     path = out / JOURNAL
     others = sorted(p.name for p in out.iterdir() if p.name[0] != "." and p.name != JOURNAL)
@@ -114,15 +116,17 @@ def _journal(out: Path, identity: dict, overwrite: bool) -> Iterator[tuple]:
         except BlockingIOError:
             raise UsageError(f"{out}: another run is converting into this folder") from None
         file.seek(0)
-        first, *lines, size = _entries(file.read())
+        data = file.read()
+        first, *lines, size = _entries(data, identity, items)
         if first != identity:
             if first is not None and not overwrite:
                 raise UsageError(
                     f"{out}: an unfinished conversion of another file lies here, or the file has "
                     "changed since; --overwrite begins anew"
                 )
-            if first is None and others and not overwrite:
-                raise UsageError(_taken(out, others))
+            begun = _line(identity).startswith(data)  # a kill may have cut the first line off
+            if first is None and (others or not begun) and not overwrite:
+                raise UsageError(_taken(out, others or [JOURNAL]))
             _clear(out)
             lines = []
             file.truncate(0)
@@ -140,13 +144,30 @@ def _taken(out: Path, others: list[str]) -> str:
     return f"{out}: holds {what} already; name another folder, or --overwrite"
 
 
-def _entries(data: bytes) -> list:
-    """The journal's lines, the first None if it is not whole, and the bytes that are whole."""
+def _entries(data: bytes, identity: dict, items: list[Item]) -> list:
+    """The journal's lines, the first None if one is damaged, and the bytes that are whole."""
     size = data.rfind(b"\n") + 1  # the last line may have been cut off
+    planes = {(item.name, item.part): list(item.planes) for item in items}
     try:
-        return [*map(json.loads, data[:size].splitlines() or [b"null"]), size]
-    except ValueError:
-        return [None, 0]
+        first, *lines = map(json.loads, data[:size].splitlines() or [b"null"])
+        if first != identity or all(_is_entry(line, planes) for line in lines):
+            return [first, *lines, size]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        pass
+    return [None, 0]
+
+
+def _is_entry(entry: dict, planes: dict) -> bool:
+    """Whether a line tells of a tensor of this conversion, and all that the receipt needs."""
+    wanted = planes[entry["name"], entry["part"]]
+    if "lost" in entry:
+        return True
+    digests = [entry["sha256"], *entry["planes"].values()]
+    return (
+        list(entry["planes"]) == wanted
+        and all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)
+        and type(entry["error"]) in (int, float)
+    )
 
 
 def _line(value: dict) -> bytes:

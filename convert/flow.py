@@ -3,16 +3,19 @@
 NumPy and hashlib let other threads run, so that two cores are busy.
 """
 
+import fcntl
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from ..errors import FileError
+from ..errors import FileError, UsageError
 
 CHUNK = 1 << 21  # bytes at a time
 _AHEAD = 6  # chunks that are held at once
@@ -88,6 +91,33 @@ def write_at(file: int, start: int, data: np.ndarray):
     while view:
         n = os.pwrite(file, view, start)
         view, start = view[n:], start + n
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which gets its name when all went well, and else leaves nothing.
+
+    Raises UsageError if another run is writing it, OSError.
+    """
+    part = path.with_name(path.name + ".part")
+    with open(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The other run may have ended between the two calls.
+            free = part.exists() and os.path.samestat(os.fstat(file.fileno()), part.stat())
+        except BlockingIOError:
+            free = False
+        if not free:
+            raise UsageError(f"{path}: another run is writing this file")
+        try:
+            file.truncate(0)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            part.replace(path)
+        except BaseException:
+            part.unlink()
+            raise
 
 
 def check_room(folder: Path, wanted: int):

@@ -1,6 +1,8 @@
 """The small files of a converted folder, from a GGUF's metadata: settings and tokenizer."""
 
 import json
+import os
+from pathlib import Path
 
 from ..errors import FileError
 from ..tokenizer import BOS, EOS, Tokenizer
@@ -40,6 +42,11 @@ def describe(gguf: GGUF) -> tuple[dict[str, dict], Shapes]:
     return files | {"config.json": config | {"quantization_config": method}}, official
 
 
+def path_text(path: Path) -> str:
+    """A path to write down; bytes that are no UTF-8 as escapes."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def to_json(value) -> bytes:
     """As all files of a folder are written: the same bytes for the same value."""
     return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode()
@@ -71,6 +78,10 @@ def _tokenizer_files(gguf: GGUF, config: dict) -> dict[str, dict]:
     }
     if template := gguf.metadata.get("tokenizer.chat_template"):
         settings["chat_template"] = template
+    if config["chat"] and tokenizer.has_chat_roles:
+        # For mlx-lm, where ds4mlx.mlx_lm registers these names; 0731 where the file does not tell.
+        settings["chat_template_type"] = f"ds4mlx_{config['release'] or '0731'}"
+        settings["tool_parser_type"] = "ds4mlx"
     return {
         "tokenizer.json": tokenizer.to_json(),
         "tokenizer_config.json": settings,

@@ -17,6 +17,9 @@ def target_metadata(config: dict, name: str, *, chat: bool = True) -> Typed:
     c = _Fields(config)
     yarn = _Fields(config.get("rope_scaling"), "rope_scaling.")
     layers = c.whole("num_hidden_layers")
+    ratios = c.wholes("compress_ratios")[:layers]
+    if len(ratios) < layers:
+        c.wrong.append(f"compress_ratios has {len(ratios)} entries for {layers} layers")
     u32 = {
         "block_count": layers,
         "embedding_length": c.whole("hidden_size"),
@@ -57,8 +60,8 @@ def target_metadata(config: dict, name: str, *, chat: bool = True) -> Typed:
         "rope.scaling.yarn_beta_slow": yarn.real("beta_slow"),
     }
     other = {
-        "attention.compress_ratios": ("[UINT32]", c.wholes("compress_ratios")[:layers]),
-        "swiglu_clamp_exp": ("[FLOAT32]", [c.real("swiglu_limit")] * layers),
+        "attention.compress_ratios": ("[UINT32]", ratios),
+        "swiglu_clamp_exp": ("[FLOAT32]", [c.real("swiglu_limit")] * len(ratios)),
         "expert_weights_norm": ("BOOL", c.fixed("norm_topk_prob", True)),
         "rope.scaling.type": ("STRING", yarn.fixed("type", "yarn")),
     }
@@ -84,16 +87,23 @@ def tokenizer_metadata(tokenizer: dict, config: dict) -> Typed:
     c = _Fields(config)
     size, bos, eos = map(c.whole, ("vocab_size", "bos_token_id", "eos_token_id"))
     _finish(c)
-    added = {token["id"]: token for token in tokenizer["added_tokens"]}
-    texts = {index: token for token, index in tokenizer["model"]["vocab"].items()}
-    texts |= {index: token["content"] for index, token in added.items()}
-    if sorted(texts) != list(range(size)):
+    try:
+        added = {
+            token["id"]: (token["content"], token["special"]) for token in tokenizer["added_tokens"]
+        }
+        texts = {index: token for token, index in tokenizer["model"]["vocab"].items()}
+        texts |= {index: text for index, (text, _) in added.items()}
+        merges = [m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]]
+        _check_text([*texts.values(), *merges])
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise FileError(f"tokenizer.json: not a byte-level BPE tokenizer ({error!r:.80})") from None
+    whole = len(texts) == size and all(type(index) is int for index in (*texts, *added))
+    if not whole or sorted(texts) != list(range(size)):
         raise FileError(f"tokenizer.json: ids of {len(texts)} tokens, wanted 0 to {size - 1}")
     kinds = [1] * size
-    for index, token in added.items():
-        marker = token["content"].startswith("<｜") and token["content"].endswith("｜>")
-        kinds[index] = 3 if token["special"] or marker else 4
-    merges = [m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]]
+    for index, (text, special) in added.items():
+        marker = text.startswith("<｜") and text.endswith("｜>")
+        kinds[index] = 3 if special or marker else 4
     return {
         "tokenizer.ggml.model": ("STRING", "gpt2"),
         "tokenizer.ggml.pre": ("STRING", "joyai-llm"),
@@ -123,6 +133,11 @@ def draft_metadata(config: dict, name: str, stages: int) -> Typed:
     return values
 
 
+def _check_text(texts: list):
+    """Raises TypeError or ValueError for what is no text, or cannot be encoded."""
+    "".join(texts).encode()
+
+
 class _Fields:
     """Reads the fields of a config.json and remembers all that is missing or wrong."""
 
@@ -137,7 +152,7 @@ class _Fields:
         return self._field(name, "a list of integers", [], _are_whole)
 
     def real(self, name: str) -> float:
-        return self._field(name, "a number", 0.0, lambda v: type(v) in (int, float))
+        return self._field(name, "a number", 0.0, _is_real)
 
     def fixed(self, name: str, value):
         """A field that may be absent, and must be `value` where it is not."""
@@ -159,6 +174,10 @@ class _Fields:
 
 def _is_whole(value) -> bool:
     return type(value) is int and 0 <= value < 1 << 32
+
+
+def _is_real(value) -> bool:
+    return type(value) in (int, float) and abs(value) < 1 << 127  # or float32 could not hold it
 
 
 def _are_whole(value) -> bool:

@@ -20,7 +20,7 @@ from ..errors import FileError, UsageError
 from .blocks import LAYOUTS, decode
 from .checkpoint import Source
 from .encode import encode
-from .flow import Flow, check_room
+from .flow import Flow, check_room, new_file
 from .gguf import GGUF, Metadata, Tensor, some
 from .names import draft_name, gguf_name, target_name
 from .write import header
@@ -196,7 +196,6 @@ def write(image: Image, path: Path, *, overwrite: bool = False, progress: Progre
     """
     if path.exists() and (path.is_dir() or not overwrite):
         raise UsageError(f"{path} exists already; name another file, or --overwrite")
-    part = path.with_name(path.name + ".part")
     costs, moved = {}, 0
 
     def done(size: int):
@@ -208,19 +207,14 @@ def write(image: Image, path: Path, *, overwrite: bool = False, progress: Progre
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         check_room(path.parent, image.nbytes)
-        with part.open("wb") as file, Flow(os.cpu_count()) as flow:
+        with new_file(path) as file, Flow(os.cpu_count()) as flow:
             file.write(image.header)
             for t in image.tensors.values():
                 file.write(bytes(t.offset - file.tell()))
                 costs[t.name] = _write_tensor(t, file, flow, done)
             file.write(bytes(image.nbytes - file.tell()))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
     except OSError as error:
         raise FileError(f"{error.filename or path}: {error.strerror}") from error
-    finally:
-        part.unlink(missing_ok=True)
     return costs
 
 

@@ -12,13 +12,14 @@ from typing import BinaryIO
 import numpy as np
 
 from .. import __version__
-from ..errors import FileError, UsageError
-from .flow import CHUNK, Flow, check_room, read_at, write_at
+from ..errors import FileError, UsageError, file_errors
+from .flow import CHUNK, Flow, check_room, new_file, read_at, write_at
 from .gguf import GGUF, open_gguf, some
-from .hub import to_json
+from .hub import path_text, to_json
 from .plan import SOURCE, Item, Layout, Plane, gaps, layouts
 
 RECEIPT = "receipt.json"
+_NAME = re.compile(r"[\w.-]{1,100}")  # of a file in the folder
 FORMAT = 1
 
 Progress = Callable[[str, int, int], None]
@@ -38,7 +39,7 @@ def receipt(gguf: GGUF, items: list[Item], texts: dict[str, bytes], done: dict) 
         else:
             rests[item.part] = {"bytes": item.nbytes, "sha256": entry["sha256"]}
     sources = [
-        {"path": str(path), "bytes": gguf.sizes[i], "rest": rests[i]}
+        {"path": path_text(path), "bytes": gguf.sizes[i], "rest": rests[i]}
         for i, path in enumerate(gguf.parts)
     ]
     texts = {name: {"bytes": len(t), "sha256": _sha(t)} for name, t in sorted(texts.items())}
@@ -111,11 +112,11 @@ class _Folder:
             self.hashes = _hashes(self.receipt)
             files = self.receipt["files"].items()
             self.files = {name: (file["bytes"], file["sha256"]) for name, file in files}
-            if odd := [name for name in self.files if Path(name).name != name]:
-                raise ValueError(f"files outside the folder: {odd}")
+            if odd := [name for name in self.files if not _NAME.fullmatch(name)]:
+                raise ValueError(f"files of other names: {odd}")
+            self.layouts = layouts(self.items)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise FileError(f"{file}: not a receipt of a conversion ({error!r:.200})") from None
-        self.layouts = layouts(self.items)
         self._files: dict[str, BinaryIO] = {}
 
     def __enter__(self):
@@ -163,6 +164,8 @@ def _items(receipt: dict) -> Iterator[Item]:
         spans[part].append(span)
         item = Item(t["name"], t["type"], tuple(t["shape"]), part, (span,), t["file"], planes)
         _check_item(item, sizes[part])
+        if t["how"] != item.how:
+            raise ValueError(f"{item.name} was {t['how']!r:.20}, wanted {item.how}")
         yield item
     for i, size in enumerate(sizes):
         n = receipt["sources"][i]["rest"]["bytes"]
@@ -176,7 +179,7 @@ def _items(receipt: dict) -> Iterator[Item]:
 def _check_item(item: Item, size: int):
     """Raises ValueError for what no conversion has written."""
     (start, end), *_ = item.spans
-    if not 0 <= start < end <= size or Path(item.file).name != item.file:
+    if not 0 <= start < end <= size or not _NAME.fullmatch(item.file):
         raise ValueError(f"{item.name} at {start} to {end} of {size} in {item.file!r}")
     wanted = {n: part.stop for n, part in item.slices(0, item.nbytes).items()}
     made = item.repack(np.zeros(item.block, np.uint8))
@@ -190,17 +193,20 @@ def _check_item(item: Item, size: int):
 # Verify -------------------------------------------------------------------------------------
 
 
+@file_errors()
 def verify(out, source=None, *, progress: Progress | None = None) -> str:
     """Compare a converted folder, and the GGUF it was made of, with its receipt; a summary.
 
-    Every plane is hashed, and every tensor put together again and hashed as in the GGUF.
+    Every plane is hashed, and every tensor put together again and hashed as in the GGUF. With
+    the GGUF, the summary ends in the SHA-256 of its files, which the receipt does without: what
+    it has of the tensors and of the rest covers all bytes.
     Raises UsageError for what is no such folder, FileError that names all that differs.
     """
-    gguf = open_gguf(source) if source is not None else None
     folder = _Folder(out)
+    gguf = open_gguf(source) if source is not None else None
     problems = list(_odd_files(folder))
     total = sum(item.nbytes for item in folder.items) * (2 if gguf else 1)
-    moved = 0
+    moved, digests = 0, []
 
     def tick(size: int):
         nonlocal moved
@@ -212,13 +218,15 @@ def verify(out, source=None, *, progress: Progress | None = None) -> str:
         for item in folder.items:
             problems += _odd_item(flow, folder, item, tick)
         if gguf:
-            problems += _odd_source(flow, gguf, folder, tick)
+            odd, digests = _against_source(flow, gguf, folder, tick)
+            problems += odd
     if problems:
         raise FileError(f"{folder.path}: {len(problems)} differences: {some(problems)}")
     ways = [t["how"] for t in folder.receipt["tensors"]]
     counts = ", ".join(f"{ways.count(way)} {way}" for way in sorted(set(ways)))
     against = f" and {gguf.path.name}" if gguf else ""
-    return f"{folder.path}{against}: as the receipt says, {len(ways)} tensors ({counts})"
+    said = f"{folder.path}{against}: as the receipt says, {len(ways)} tensors ({counts})"
+    return "; ".join([said, *(f"SHA-256 of {path.name} {digest}" for path, digest in digests)])
 
 
 def _hashes(receipt: dict) -> dict[tuple[str, int], tuple[str, dict[str, str]]]:
@@ -226,6 +234,8 @@ def _hashes(receipt: dict) -> dict[tuple[str, int], tuple[str, dict[str, str]]]:
     rests = enumerate(source["rest"]["sha256"] for source in receipt["sources"])
     out = {("", i): (digest, {"data": digest}) for i, digest in rests}
     for t in receipt["tensors"]:
+        if (t["name"], t["source"] - 1) in out:
+            raise ValueError(f"{t['name']!r:.60} occurs twice, or has no name")
         planes = {name: plane["sha256"] for name, plane in t["planes"].items()}
         out[t["name"], t["source"] - 1] = (t["sha256"], planes)
     return out
@@ -267,28 +277,46 @@ def _odd_item(flow: Flow, folder: _Folder, item: Item, tick) -> list[str]:
     return []
 
 
-def _odd_source(flow: Flow, gguf: GGUF, folder: _Folder, tick) -> list[str]:
+def _against_source(flow: Flow, gguf: GGUF, folder: _Folder, tick) -> tuple[list[str], list]:
+    """What differs in the GGUF, and its files with their SHA-256."""
     sizes = [path.stat().st_size for path in gguf.parts]
     wanted = [source["bytes"] for source in folder.receipt["sources"]]
     if sizes != wanted:
-        return [f"{gguf.path} has files of {sizes} bytes, the source had {wanted}"]
-    problems = []
-    with ExitStack() as stack:
-        files = [stack.enter_context(path.open("rb")) for path in gguf.parts]
-        for item in folder.items:
-            digest = hashlib.sha256()
-            file, path = files[item.part].fileno(), gguf.parts[item.part]
-            chunks = ((n, read_at(file, start, n, path)) for start, _, n in item.chunks(CHUNK))
-            flow.run(chunks, digest.update, lambda _: None, lambda _: None, tick)
-            if digest.hexdigest() != folder.hashes[item.name, item.part][0]:
+        return [f"{gguf.path} has files of {sizes} bytes, the source had {wanted}"], []
+    problems, digests = [], []
+    for part, path in enumerate(gguf.parts):
+        items = [item for item in folder.items if item.part == part]
+        whole, found = _hashed(flow, path, items, tick)
+        digests.append((path, whole))
+        for item, digest in zip(items, found, strict=True):
+            if digest != folder.hashes[item.name, part][0]:
                 what = f"tensor {item.name}" if item.name else "the header, or a gap"
                 problems.append(f"{path.name}: {what} is not what was converted")
-    return problems
+    return problems, digests
+
+
+def _hashed(flow: Flow, path: Path, items: list[Item], tick) -> tuple[str, list[str]]:
+    """SHA-256 of a GGUF, and of each item in it, in one pass."""
+    whole, at, parts = hashlib.sha256(), 0, [hashlib.sha256() for _ in items]
+    places = sorted((s, n, i) for i, item in enumerate(items) for s, _, n in item.chunks(CHUNK))
+
+    def in_order(chunk):
+        nonlocal at
+        start, data, _ = chunk
+        if start == at:  # tied tensors have the same bytes
+            whole.update(data)
+            at += len(data)
+
+    with path.open("rb") as file:
+        chunks = ((n, (s, read_at(file.fileno(), s, n, path), i)) for s, n, i in places)
+        flow.run(chunks, lambda c: parts[c[2]].update(c[1]), lambda c: c, in_order, tick)
+    return whole.hexdigest(), [part.hexdigest() for part in parts]
 
 
 # Reverse ------------------------------------------------------------------------------------
 
 
+@file_errors()
 def reverse(
     out, target, *, overwrite: bool = False, progress: Progress | None = None
 ) -> list[Path]:
@@ -301,22 +329,18 @@ def reverse(
     folder = _Folder(out)
     target = Path(os.path.abspath(os.path.expandvars(os.path.expanduser(target))))
     paths = _targets(target, len(folder.receipt["sources"]))
+    if folders := [str(path) for path in paths if path.is_dir()]:
+        raise UsageError(f"{some(folders)}: a folder, wanted a file to write")
     there = [path.name for path in paths if path.exists()]
-    if there and (not overwrite or any(path.is_dir() for path in paths)):
+    if there and not overwrite:
         raise UsageError(f"{target.parent}: {some(there)} exists; --overwrite replaces files")
     if not target.parent.is_dir():
         raise UsageError(f"{target.parent}: there is no such folder to write into")
-    parts = [path.with_name(path.name + ".part") for path in paths]
     try:
         check_room(target.parent, sum(s["bytes"] for s in folder.receipt["sources"]))
-        _put_together(folder, parts, progress)
-        for part, path in zip(parts, paths, strict=True):
-            part.replace(path)
-    except OSError as error:
+        _put_together(folder, paths, progress)
+    except OSError as error:  # of a full disk, which names no file
         raise FileError(f"{error.filename or target}: {error.strerror}") from error
-    finally:
-        for part in parts:
-            part.unlink(missing_ok=True)
     return paths
 
 
@@ -327,7 +351,7 @@ def _targets(target: Path, count: int) -> list[Path]:
     return [target.with_name(f"{stem}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
 
 
-def _put_together(folder: _Folder, parts: list[Path], progress: Progress | None):
+def _put_together(folder: _Folder, paths: list[Path], progress: Progress | None):
     total, moved = sum(item.nbytes for item in folder.items), 0
 
     def tick(size: int):
@@ -338,7 +362,7 @@ def _put_together(folder: _Folder, parts: list[Path], progress: Progress | None)
 
     with ExitStack() as stack:
         stack.enter_context(folder)
-        files = [stack.enter_context(part.open("wb", buffering=0)) for part in parts]
+        files = [stack.enter_context(new_file(path)) for path in paths]
         flow = stack.enter_context(Flow())
         for item in folder.items:
             digest, file = hashlib.sha256(), files[item.part].fileno()
@@ -353,5 +377,3 @@ def _put_together(folder: _Folder, parts: list[Path], progress: Progress | None)
             if digest.hexdigest() != folder.hashes[item.name, item.part][0]:
                 name = item.name or "the header"
                 raise FileError(f"{folder.path}: {name} differs from its receipt; try --verify")
-        for file in files:
-            os.fsync(file.fileno())

@@ -1,18 +1,17 @@
 """From the released checkpoint to GGUF files as ds4 has them, or to MLX folders of the same."""
 
-import json
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import FileError, UsageError
+from ..errors import FileError, UsageError, file_errors
 from .checkpoint import Checkpoint, open_checkpoint, read_json
 from .config import draft_config, lineage
 from .convert import convert
 from .flow import check_room
-from .hub import describe
+from .hub import describe, path_text, to_json
 from .imatrix import read_imatrix
 from .inventory import check_draft
 from .metadata import draft_metadata, target_metadata, tokenizer_metadata
@@ -111,6 +110,7 @@ def _draft(checkpoint: Checkpoint, experts: str, importance: dict) -> Image:
     return made
 
 
+@file_errors()
 def _check_places(checkpoint: Checkpoint, places: list[Path], manifest: Path | None, overwrite):
     """Raises UsageError for a place that is in use, or that the checkpoint lies in."""
     own = checkpoint.path.resolve()
@@ -126,6 +126,8 @@ def _check_places(checkpoint: Checkpoint, places: list[Path], manifest: Path | N
         raise UsageError(f"{twice[0]}: the target and the draft cannot be written to one place")
     if manifest and not manifest.parent.is_dir():
         raise UsageError(f"{manifest}: there is no folder {manifest.parent}")
+    if manifest and not os.access(manifest.parent, os.W_OK):
+        raise UsageError(f"{manifest}: {manifest.parent} cannot be written")
 
 
 def _check_rooms(jobs: list[tuple[Image, Path]]):
@@ -187,9 +189,9 @@ def _write_manifest(
         }
         for t in made.tensors.values()
     ]
-    value = {"checkpoint": str(checkpoint.path), "written": str(out), "stages": checkpoint.stages}
-    text = json.dumps(value | {"tensors": tensors}, ensure_ascii=False, indent=1)
+    paths = {"checkpoint": path_text(checkpoint.path), "written": path_text(out)}
+    value = paths | {"stages": checkpoint.stages, "tensors": tensors}
     try:
-        file.write_text(text + "\n", "utf-8")
+        file.write_bytes(to_json(value))
     except OSError as error:
         raise FileError(f"{file}: {error.strerror}") from error

@@ -18,6 +18,7 @@ WIDTHS = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
 }
+_HEADER = 1 << 25  # bytes; the released checkpoint would have 10 MB, were it one file
 
 
 class Entry(NamedTuple):
@@ -49,6 +50,8 @@ def read_safetensors(path) -> dict[str, Entry]:
     length = int(data[:8].view("<u8")[0])
     if length > size - 8:
         raise FileError(f"{path}: header of {length} bytes, but the file has {size}")
+    if length > _HEADER:
+        raise FileError(f"{path}: header of {length} bytes, wanted at most {_HEADER}")
     try:
         header = json.loads(bytes(data[8 : 8 + length]))
     except (ValueError, RecursionError) as error:
@@ -66,14 +69,16 @@ def read_safetensors(path) -> dict[str, Entry]:
 def _problem(name: str, item, size: int) -> str | None:
     """What keeps a header's item from being a tensor within `size` bytes."""
     try:
-        dtype, shape = item["dtype"], list(item["shape"])
-        begin, end = item["data_offsets"]
+        dtype, shape, (begin, end) = item["dtype"], item["shape"], item["data_offsets"]
     except (KeyError, TypeError, ValueError):
         return f"tensor {name} needs dtype, shape and two data_offsets, found {item!r:.80}"
     if not isinstance(dtype, str) or dtype not in WIDTHS:
         return f"tensor {name} has the unknown dtype {dtype!r:.80}"
+    if not isinstance(shape, list) or len(shape) > 8:
+        return f"tensor {name} has shape {shape!r:.80}, wanted a list of up to 8 integers"
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        return f"tensor {name} has shape {shape} at {[begin, end]}, wanted integers of 0 or more"
+        found = f"shape {shape!r:.80} at {[begin, end]!r:.80}"
+        return f"tensor {name} has {found}, wanted integers of 0 or more"
     if not begin <= end <= size:
         return (
             f"tensor {name} lies at {begin} to {end}, but the file has {size} bytes of tensors"

@@ -267,6 +267,13 @@ VERBS = {
                 "launches",
                 "count the launches of a token of V4 Flash by kernel, here and without weights",
             ),
+            Flag(
+                ("--convert",),
+                "convert",
+                "measure the conversion of a made file of N GB, and how a converted model starts, "
+                "instead",
+                _whole(1),
+            ),
             Flag(("--csv",), "csv", "write the contexts' figures as CSV", FILE),
             Flag(("--plot",), "plot", "draw them, as PNG or SVG (needs matplotlib)", FILE),
             FORCE,
@@ -438,8 +445,8 @@ def parse(words: list[str]) -> tuple[str, dict]:
         if verb.free in options:
             what = f"both {sources[verb.free]} and the argument {free[0]!r:.60} are given"
             raise UsageError(f"{what}, wanted one {verb.free}")
-        kind = FILE if verb.free in ("model", "paths") else TEXT
-        values = [_value(f"the {verb.free}", kind, text) for text in free]
+        kind = FILE if verb.free in ("model", "paths", "files") else TEXT
+        values = [_value(f"the {verb.free.removesuffix('s')}", kind, text) for text in free]
         options[verb.free] = values if verb.many else values[0]
     options.pop("debug", None)
     return name, options

@@ -36,6 +36,18 @@ def rows(
     yield _row("decode, tokens/s", speeds, 1, " ".join(["ds4mlx bench", *_flag(model)]))
 
 
+def conversion_rows(gigabytes: int, *, runs: int = 5) -> Iterator[str]:
+    """Lines of a table: `ds4mlx convert` on so large a file, and how a converted model starts."""
+    from . import conversion
+
+    yield f"machine: {_machine()}"
+    yield f"commit: {_commit()}, mlx {version('mlx')}"
+    yield _cells(conversion.TITLES, False)
+    yield _cells(["---"] * len(conversion.TITLES), False)
+    for row in conversion.rows(gigabytes, runs):
+        yield _cells(row, False)
+
+
 def sweep_rows(
     model: str | None = None,
     *,

@@ -25,9 +25,11 @@ def main(words: list[str] | None = None) -> int:
     """
     words = sys.argv[1:] if words is None else words
     flags = words[: words.index("--")] if "--" in words else words
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8")  # in any locale
+    # In any locale; a path whose bytes are no UTF-8 goes out as it came in.
+    sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
+    sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
+        _check_here()
         _run(words, flags)
         return 0
     except KeyboardInterrupt:
@@ -44,6 +46,13 @@ def main(words: list[str] | None = None) -> int:
         text = " ".join(str(error).split())
         _say(text if known else f"{type(error).__name__}: {text} (--debug shows where)")
         return error.status if known else 1
+
+
+def _check_here():
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder is gone, wanted to run in one that exists") from None
 
 
 def _run(words: list[str], flags: list[str]):
@@ -112,8 +121,13 @@ def inspect(model=None, draft=None, as_json=False) -> Iterator[str]:
 
 def bench(model=None, **options) -> Iterator[str]:
     """Measure; `options` are those of `bench.rows`, or from `ctx_max` on of `sweep_rows`."""
-    from .bench import launch_rows, rows, sweep_rows
+    from .bench import conversion_rows, launch_rows, rows, sweep_rows
 
+    if (size := options.pop("convert", None)) is not None:
+        if model or options.keys() - {"runs"}:
+            raise UsageError(f"{next(iter(options), 'model')} does not go with convert")
+        yield from (f"{line}\n" for line in conversion_rows(size, **options))
+        return
     if options.pop("launches", False):
         if model or options:
             raise UsageError(f"{next(iter(options), 'model')} does not go with launches")

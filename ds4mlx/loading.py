@@ -9,7 +9,12 @@ from pathlib import Path
 
 from . import preflight
 from .config import TargetConfig
-from .convert.config import draft_config, folder_draft_config, target_config
+from .convert.config import (
+    check_folder_config,
+    draft_config,
+    folder_draft_config,
+    target_config,
+)
 from .convert.convert import JOURNAL
 from .convert.folder import folder_tensors, stored_tensors
 from .convert.gguf import open_gguf
@@ -21,7 +26,7 @@ from .convert.inventory import (
     check_pair,
     check_target,
 )
-from .errors import FileError, UsageError
+from .errors import FileError, UsageError, file_errors
 from .tokenizer import Tokenizer
 from .weights import Progress, Weights, load_weights
 
@@ -56,6 +61,7 @@ class Files:
     risk: str | None  # if it does not, and was loaded by force
 
 
+@file_errors()
 def load_files(
     path: str | Path | None,
     mtp: str | Path | None = None,
@@ -94,6 +100,7 @@ def load_files(
     return Files(**found, weights=weights, draft=draft, plan=needs, ctx=ctx, risk=risk)
 
 
+@file_errors()
 def find(path: str | Path) -> dict:
     """A target, opened and checked; its `tensors` are not read."""
     where = _expanded(path)
@@ -102,6 +109,7 @@ def find(path: str | Path) -> dict:
     return found
 
 
+@file_errors()
 def find_draft(path: str | Path, target: dict) -> dict:
     """The same of a draft, for a target's `config`."""
     where = _expanded(path)
@@ -149,7 +157,8 @@ def _folder(path: Path) -> dict:
         raise UsageError(f"{path}: this is a DSpark draft, wanted a DeepSeek V4 target model")
     if not (path / "tokenizer.json").is_file():
         raise UsageError(f"{path}: there is no tokenizer.json beside config.json")
-    TargetConfig.from_dict(config, str(path / "config.json"))  # complains of all missing fields
+    check_folder_config(config, str(path / "config.json"))
+    TargetConfig.from_dict(config, str(path / "config.json"))  # complains of another model's
     return {
         "name": path.name,
         "config": config,

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -64,7 +65,8 @@ class Tokenizer:
         if absent := [name for name in names if name not in metadata]:
             raise FileError(f"the tokenizer lacks the metadata {', '.join(absent)}")
         model, pre, tokens, types, merges = (metadata[name] for name in names)
-        if model != "gpt2" or pre not in _PRE_NAMES:
+        texts = isinstance(model, str) and isinstance(pre, str)
+        if not texts or model != "gpt2" or pre not in _PRE_NAMES:
             raise FileError(
                 f"{names[0]} is {model!r:.60} and {names[1]} is {pre!r:.60}, wanted 'gpt2' and "
                 f"one of {', '.join(_PRE_NAMES)}"
@@ -89,18 +91,22 @@ class Tokenizer:
             steps = data["pre_tokenizer"]["pretokenizers"]
             splits = [step["pattern"]["Regex"] for step in steps[:-1]]
             pairs = [tuple(m.split(" ", 1) if isinstance(m, str) else m) for m in model["merges"]]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FileError(f"{path}: not a byte-level BPE tokenizer.json ({error!r})") from None
+            by_id |= added
+            ids = sorted(map(operator.index, by_id))
+            added = {operator.index(i): text for i, text in added.items()}
+            "".join([*by_id.values(), *chain.from_iterable(pairs)]).encode()  # all are texts
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            why = f"not a byte-level BPE tokenizer.json ({error!r:.200})"
+            raise FileError(f"{path}: {why}") from None
         odd = [k for k in _PLAIN if model.get(k)]
         changes = data.get("normalizer") not in (None, {"type": "Sequence", "normalizers": []})
         if changes or odd or splits != list(_SPLITS):
             raise FileError(
                 f"{path}: wanted the three splits of DeepSeek V3, no normalizer and a plain BPE "
-                f"model; found {len(splits)} splits, normalizer {data.get('normalizer')} and "
-                f"model options {', '.join(odd) or 'none'}"
+                f"model; found {len(splits)} splits, normalizer {data.get('normalizer')!r:.60} "
+                f"and model options {', '.join(odd) or 'none'}"
             )
-        by_id |= added
-        if sorted(by_id) != list(range(len(by_id))):
+        if ids != list(range(len(by_id))):
             raise FileError(f"{path}: the token ids are not 0 to {len(by_id) - 1}")
         return cls([by_id[i] for i in range(len(by_id))], pairs, added)
 
@@ -132,7 +138,7 @@ class Tokenizer:
                 **dict.fromkeys(("dropout", "unk_token")),
                 **dict.fromkeys(("continuing_subword_prefix", "end_of_word_suffix")),
                 **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
-                "vocab": {t: i for i, t in enumerate(self._tokens) if t not in self._added},
+                "vocab": self._ids,  # with the added ones: other readers number anew what is absent
                 "merges": [list(pair) for pair in self._merges],
             },
         }

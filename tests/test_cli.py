@@ -430,7 +430,9 @@ def test_every_option_of_bench_is_one_of_its_rows():
     from ds4mlx.bench import rows, sweep_rows
 
     parameters = {**inspect.signature(sweep_rows).parameters, **inspect.signature(rows).parameters}
-    flags = [f for f in arguments.VERBS["bench"].flags if f.key not in ("debug", "launches")]
+    flags = [
+        f for f in arguments.VERBS["bench"].flags if f.key not in ("debug", "launches", "convert")
+    ]
     flags = {f.key: f.default if f.kind else False for f in flags}
     assert flags == {k: p.default for k, p in parameters.items()}
 
@@ -872,3 +874,30 @@ def _spy_on_bars(run, model, monkeypatch, terminal):
     monkeypatch.setattr(model, "generate", generate)
     assert run("generate", "hi")[1] == "a\n"
     return events
+
+
+def test_a_path_that_is_no_utf8_comes_out_as_it_went_in(tmp_path):
+    name = os.fsencode(tmp_path) + b"/\xff.gguf"
+    os.symlink(NANO, name)
+    for words, stream in ((["inspect", name], "stdout"), (["inspect", name + b"x"], "stderr")):
+        done = subprocess.run([sys.executable, "-m", "ds4mlx", *words], capture_output=True)
+        assert (b"\xff" if stream == "stdout" else b"\\udcff") in getattr(done, stream)
+        assert b"Error:" not in done.stderr
+
+
+def test_a_current_folder_that_is_gone_is_one_sentence(tmp_path):
+    code = "import os, sys; os.mkdir('x'); os.chdir('x'); os.rmdir('../x'); sys.path.pop(0)\n"
+    code += f"sys.path.append({str(ROOT)!r})\n"
+    code += "from ds4mlx.cli import main; sys.exit(main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=tmp_path)
+    assert done.returncode == 2 and b"the current folder is gone" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "a\nb", "\u202e", "\ud800"])
+def test_a_message_is_one_line_that_a_terminal_can_show(text):
+    assert str(FileError(f"tensor {text} is odd")) == f"tensor {ascii(text)[1:-1]} is odd"
+
+
+def test_only_runs_go_with_a_bench_of_conversion(run):
+    status, _, error = run("bench", "--convert", "1", "--csv", "x")
+    assert status == 2 and "csv does not go with convert" in error

@@ -249,6 +249,10 @@ def test_a_small_tokenizer_json_gives_the_same_as_its_gguf(tmp_path):
         ({"normalizer": {"type": "NFC"}}, "NFC"),
         ({"model": {"ignore_merges": True}}, "ignore_merges"),
         ({"model": {"vocab": {"a": 5}}}, "ids are not 0 to"),
+        ({"model": {"vocab": {"a": 0.0}}}, "not a byte-level BPE"),
+        ({"model": {"vocab": {"\ud800": 2}}}, "not a byte-level BPE"),
+        ({"added_tokens": [{"id": 0.0, "content": "a"}]}, "not a byte-level BPE"),
+        ({"normalizer": "x" * 9999}, "normalizer 'xxx.{,80}$"),
         ({"model": None}, "not a byte-level BPE"),
     ],
 )

@@ -1,6 +1,8 @@
 """From the released checkpoint, FP8 and FP4, to the files that ds4 has."""
 
 import json
+import os
+import re
 import shutil
 import struct
 import tracemalloc
@@ -17,6 +19,7 @@ from ds4mlx.convert.checkpoint import Source, open_checkpoint, sources
 from ds4mlx.convert.config import draft_config, target_config
 from ds4mlx.convert.convert import convert
 from ds4mlx.convert.encode import encode
+from ds4mlx.convert.flow import new_file
 from ds4mlx.convert.gguf import open_gguf
 from ds4mlx.convert.inventory import check_draft, check_target, wanted_draft, wanted_target
 from ds4mlx.convert.metadata import draft_metadata, tokenizer_metadata
@@ -630,6 +633,79 @@ def test_a_manifest_that_cannot_be_written_is_refused_first(folder, tmp_path):
 def test_a_manifest_needs_a_draft(folder, tmp_path):
     message = refusal(folder, out=tmp_path / "a", dspark_manifest=tmp_path / "m.json")
     assert "give both" in message
+
+
+def test_a_manifest_in_a_folder_that_cannot_be_written_costs_nothing(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    out, file = tmp_path / "a", tmp_path / "m.json"
+    message = refusal(folder, dspark_support=out, dspark_manifest=file)
+    assert "cannot be written" in message and not out.exists()
+
+
+def test_a_place_below_a_file_is_one_sentence(folder, tmp_path):
+    (tmp_path / "file").touch()
+    message = refusal(folder, out=tmp_path / "file" / "x.gguf", gguf=True)
+    assert "file: File exists" in message
+
+
+def test_a_gguf_that_another_run_writes_is_left_to_it(folder, tmp_path):
+    with new_file(tmp_path / "x.gguf") as file:
+        file.write(b"from the other run")
+        assert "another run" in refusal(folder, out=tmp_path / "x.gguf", gguf=True)
+    assert (tmp_path / "x.gguf").read_bytes() == b"from the other run"
+
+
+def with_file(folder, tmp_path, name: str, value) -> str:
+    """What is said of the checkpoint with another JSON file."""
+    path = tmp_path / "hf"
+    path.mkdir()
+    for file in folder.iterdir():
+        (path / file.name).symlink_to(file)
+    (path / name).unlink()
+    (path / name).write_text(json.dumps(value))
+    return refusal(path, out=tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"added_tokens": 5},
+        {"added_tokens": [{"content": "x", "special": True}]},
+        {"added_tokens": [{"id": 0, "content": 5, "special": True}]},
+        {"added_tokens": [{"id": "0", "content": "x", "special": True}]},
+        {"added_tokens": [{"id": 0.5, "content": "x", "special": True}]},
+        {"added_tokens": [TOKENIZER["added_tokens"][0] | {"id": 0.0}]},
+        {"model": []},
+        {"model": {"vocab": [], "merges": []}},
+        {"model": {"vocab": {"\ud800": 0}, "merges": []}},
+        {"model": TOKENIZER["model"] | {"merges": [5]}},
+    ],
+)
+def test_a_tokenizer_of_another_form_is_refused(folder, tmp_path, change):
+    said = with_file(folder, tmp_path, "tokenizer.json", TOKENIZER | change)
+    assert said.startswith("tokenizer.json: ") and said.isprintable()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "\ud800", "a\0b", "../x", "/etc/passwd", ""])
+def test_a_shard_whose_name_cannot_be_is_missing(folder, tmp_path, name):
+    index = {"weight_map": {"embed.weight": name}}
+    said = with_file(folder, tmp_path, "model.safetensors.index.json", index)
+    assert "1 of 1 shards are missing" in said and said.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 4_000_000_000}, "compress_ratios has 4 entries"),
+        ({"vocab_size": 4_000_000_000}, "wanted 0 to 3999999999"),
+        ({"rope_theta": 1e308}, "rope_theta is 1e.308, wanted a number"),
+        ({"hc_eps": 1 << 200}, "hc_eps is 16"),
+    ],
+)
+def test_a_setting_beyond_its_type_is_refused_before_it_takes_memory(
+    folder, tmp_path, change, message
+):
+    assert re.search(message, with_file(folder, tmp_path, "config.json", SETTINGS | change))
 
 
 # Importance -----------------------------------------------------------------------------------

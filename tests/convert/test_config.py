@@ -7,7 +7,7 @@ import pytest
 
 from ds4mlx.cache import Cache
 from ds4mlx.config import TargetConfig
-from ds4mlx.convert.config import draft_config, kv_bytes, target_config
+from ds4mlx.convert.config import check_folder_config, draft_config, kv_bytes, target_config
 from ds4mlx.convert.gguf import open_gguf
 from ds4mlx.convert.inventory import check_draft, check_target
 from ds4mlx.errors import FileError, UsageError
@@ -502,3 +502,30 @@ def test_every_family_of_draft_files_gives_the_same_settings_and_tensors(tmp_pat
 def test_a_dflash_draft_of_another_kind_is_refused(tmp_path, key, value):
     keys, rename, _ = FAMILIES["dflash"]
     assert key in refused(draft, tmp_path, keys | {f"dflash.{key}": value}, rename=rename)
+
+
+# A folder's config.json ------------------------------------------------------------------------
+
+
+def test_the_settings_of_a_file_are_those_of_a_folder(tmp_path):
+    check_folder_config(target_config(open_gguf(tiny_target(tmp_path / "t.gguf"))), "config.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_shared_experts": None}, "fields are missing: n_shared_experts"),
+        ({"hidden_size": "64"}, "hidden_size is '64', wanted an integer from 1"),
+        ({"o_groups": 0}, "o_groups is 0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"compress_ratios": 0}, "compress_ratios is 0, wanted a list"),
+        ({"compress_ratios": [0, "4"]}, "compress_ratios is .*wanted a list of integers"),
+        ({"dspark_target_layer_ids": 5}, "dspark_target_layer_ids is 5"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan, wanted a number above 0"),
+        ({"rope_scaling": []}, "missing: .*rope_scaling.factor"),
+        ({"qk_rope_head_dim": 1 << 30}, "qk_rope_head_dim is 1073741824, wanted an even one"),
+    ],
+)
+def test_a_folder_with_a_senseless_setting_is_refused(change, message):
+    with pytest.raises(FileError, match=f"^config.json: .*{message}"):
+        check_folder_config(TINY | change, "config.json")

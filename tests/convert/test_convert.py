@@ -1,12 +1,15 @@
 """GGUF to folder and back: every byte, what the receipt says, and what is refused."""
 
+import errno
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 import struct
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +20,9 @@ from ds4mlx.convert import flow, plan
 from ds4mlx.convert import receipt as receipt_module
 from ds4mlx.convert.blocks import LAYOUTS, PLAIN, decode
 from ds4mlx.convert.convert import JOURNAL, convert
+from ds4mlx.convert.flow import new_file
 from ds4mlx.convert.gguf import open_gguf
+from ds4mlx.convert.hub import to_json
 from ds4mlx.convert.inventory import SUPPORTED
 from ds4mlx.convert.receipt import reverse, signed, verify
 from ds4mlx.convert.repack import repack, unpack
@@ -135,6 +140,11 @@ def test_a_target_whose_head_is_its_embedding_comes_back(tmp_path):
 
 
 def test_two_tensors_on_the_same_bytes_come_back(tmp_path):
+    round_trip(tied(tmp_path), tmp_path)
+
+
+def tied(tmp_path):
+    """A target whose head has a name of its own, and the bytes of its embedding."""
     path = target(tmp_path / "t.gguf", tensors={"output.weight": ("F16", (48, 64))})
     data = bytearray(path.read_bytes())
     tensors = open_gguf(path).tensors
@@ -143,7 +153,7 @@ def test_two_tensors_on_the_same_bytes_come_back(tmp_path):
     struct.pack_into("<Q", data, entry, tensors["token_embd.weight"].offset - start)
     path.write_bytes(data)
     assert len({t.place for t in open_gguf(path).tensors.values()}) == len(tensors) - 1
-    round_trip(path, tmp_path)
+    return path
 
 
 def test_bytes_between_tensors_come_back(tmp_path):
@@ -386,6 +396,81 @@ def test_reverse_leaves_no_file_if_a_tensor_has_changed(tmp_path):
     assert not list(tmp_path.glob("back*"))
 
 
+def test_a_file_that_another_run_writes_is_left_to_it(tmp_path):
+    out = convert(target(tmp_path / "t.gguf"), tmp_path / "out")
+    back = tmp_path / "back.gguf"
+    with new_file(back) as file:
+        file.write(b"from the other run")
+        with pytest.raises(UsageError, match="back.gguf: another run is writing this file"):
+            reverse(out, back)
+    assert back.read_bytes() == b"from the other run"
+
+
+def test_reverse_onto_a_folder_says_that_it_is_one(tmp_path):
+    out = convert(target(tmp_path / "t.gguf"), tmp_path / "out")
+    with pytest.raises(UsageError, match="a folder, wanted a file"):
+        reverse(out, tmp_path, overwrite=True)
+
+
+def test_a_link_to_nothing_is_no_place_to_convert_into(tmp_path):
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(UsageError, match="a link to what is not there"):
+        convert(target(tmp_path / "t.gguf"), tmp_path / "link")
+
+
+@pytest.mark.parametrize("out", ["x" * 300, "t.gguf/out"])
+def test_a_path_that_cannot_be_is_one_sentence(tmp_path, out):
+    with pytest.raises(FileError, match="File name too long|Not a directory"):
+        convert(target(tmp_path / "t.gguf"), tmp_path / out)
+
+
+def test_a_source_whose_name_is_no_utf8_is_converted_and_verified(tmp_path):
+    source = target(tmp_path / "t.gguf")
+    odd = source.rename(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.gguf"))
+    out = convert(odd, tmp_path / "out")
+    verify(out, odd)
+    assert receipt_of(out)["sources"][0]["path"].endswith("\\xff.gguf")
+
+
+def test_verify_with_the_source_tells_its_sha256(tmp_path):
+    """CV-04."""
+    paths = shards(tmp_path)
+    said = verify(convert(paths[0], tmp_path / "out"), paths[0])
+    for path in paths:
+        assert f"SHA-256 of {path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" in said
+
+
+def test_verify_of_tied_tensors_tells_the_sha256_of_the_source(tmp_path):
+    path = tied(tmp_path)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() in verify(
+        convert(path, tmp_path / "out"), path
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: r["tensors"][0].update(how="kept"),
+        lambda r: r["tensors"][0].update(how=[]),
+        lambda r: r["tensors"].append(r["tensors"][0]),
+        lambda r: r["tensors"][0].update(name=""),
+        lambda r: r["tensors"][0].update(file="x" * 300),
+        lambda r: r["tensors"][0]["planes"]["data"].update(key=[]),
+        lambda r: r["files"].update({"../x": r["files"]["config.json"]}),
+        lambda r: r["sources"][0].update(bytes="1"),
+    ],
+)
+def test_a_receipt_that_no_conversion_wrote_is_refused(tmp_path, change):
+    out = convert(tiny_draft(tmp_path / "d.gguf"), tmp_path / "out")
+    receipt = receipt_of(out)
+    del receipt["sha256"]
+    receipt["tensors"].sort(key=lambda t: t["how"])  # a plain one first
+    change(receipt)
+    (out / "receipt.json").write_bytes(to_json(signed(receipt)))
+    with pytest.raises(FileError, match="receipt.json: not a receipt of a conversion"):
+        verify(out)
+
+
 def test_reverse_does_not_replace_a_file_unasked(tmp_path):
     source = target(tmp_path / "t.gguf")
     out = convert(source, tmp_path / "out")
@@ -573,3 +658,27 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     path.unlink()
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 150e6 + 2 * largest
+
+
+@pytest.mark.parametrize("name", ["receipt.json", "config.json", NAMES[2], "source.safetensors"])
+def test_a_file_that_cannot_be_opened_is_one_sentence(tmp_path, name):
+    out = convert(tiny_draft(tmp_path / "d.gguf"), tmp_path / "out")
+    (out / name).unlink()
+    (out / name).symlink_to(name)  # in a circle
+    for act in (lambda: verify(out), lambda: reverse(out, tmp_path / "back.gguf")):
+        with pytest.raises(FileError, match=rf"{name}|not a finished conversion"):
+            act()
+
+
+def test_a_file_without_permission_is_one_sentence(tmp_path, monkeypatch):
+    out = convert(tiny_draft(tmp_path / "d.gguf"), tmp_path / "out")
+    read_bytes = Path.read_bytes
+
+    def denied(path):  # root may read any file
+        if path.name == "receipt.json":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(FileError, match="receipt.json: Permission denied"):
+        verify(out)

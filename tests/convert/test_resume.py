@@ -1,6 +1,7 @@
 """A conversion that is killed, or whose disk fills up, goes on as if nothing had happened."""
 
 import errno
+import json
 import os
 import random
 import resource
@@ -270,6 +271,45 @@ def test_a_damaged_journal_is_not_followed(tmp_path, source, monkeypatch):
         convert(source, out)
     convert(source, out, overwrite=True)
     assert content(out) == content(convert(source, tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entry: 5,
+        lambda entry: {"name": {}, "part": 0},
+        lambda entry: {k: v for k, v in entry.items() if k != "planes"},
+        lambda entry: entry | {"planes": {}},
+        lambda entry: entry | {"sha256": "\ud800"},
+        lambda entry: entry | {"error": "x"},
+        lambda entry: entry | {"name": "another"},
+    ],
+)
+def test_an_entry_that_no_run_has_written_makes_a_journal_damaged(
+    tmp_path, source, monkeypatch, change
+):
+    out = unfinished(source, tmp_path / "out", monkeypatch)
+    first, entry, *rest = map(json.loads, (out / JOURNAL).read_text().splitlines())
+    lines = map(json.dumps, (first, change(entry), *rest))
+    (out / JOURNAL).write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(UsageError, match="holds other files.*--overwrite"):
+        convert(source, out)
+
+
+def test_a_foreign_file_of_the_journals_name_is_not_written_over(tmp_path, source):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / JOURNAL).write_text("my notes\n")
+    with pytest.raises(UsageError, match=r"holds other files \(convert.journal\)"):
+        convert(source, out)
+    assert (out / JOURNAL).read_text() == "my notes\n"
+
+
+def test_a_first_line_that_a_kill_cut_off_is_begun_anew(tmp_path, source):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / JOURNAL).write_text('{"version": "')
+    assert content(convert(source, out)) == content(convert(source, tmp_path / "whole"))
 
 
 def test_a_journal_cut_off_in_its_last_line_is_used_up_to_there(tmp_path, source, monkeypatch):
