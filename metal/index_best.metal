@@ -2,10 +2,11 @@
 // order; of equal scores the lowest entries are taken, a NaN counts as minus
 // infinity. Where K or fewer are ready, all of them, then 0xffffffff.
 //
-// Grid (1024, N): a threadgroup owns a row, a simdgroup a stretch of its
+// Grid (512, N): a threadgroup owns a row, a simdgroup a stretch of its
 // entries. A radix select over ordered bits, five a pass from the top: a lane
 // counts the keys with one of 32 digits, and the digit of the K-th best leads
 // to the next pass. Then each simdgroup writes what it holds of the chosen.
+constant constexpr uint SIMDGROUPS = 16;
 constant constexpr uint BATCH = 4;  // scores that a lane loads at a time
 
 METAL_FUNC uint index_best_ballot(bool vote) {
@@ -32,9 +33,8 @@ METAL_FUNC void index_best(
     const device float* scores,  // [N, C]
     L ready,                     // [N]
     device uint* out,            // [N, K]
-    threadgroup uint*
-        counts,               // [2, 32, 32]: passes in turn, simdgroups, digits
-    threadgroup uint2* held,  // [32]
+    threadgroup uint* counts,    // [2, SIMDGROUPS, 32]: passes in turn, digits
+    threadgroup uint2* held,     // [SIMDGROUPS]
     uint C,
     uint K,
     uint n,
@@ -44,12 +44,12 @@ METAL_FUNC void index_best(
   scores += n * C;
   out += n * K;
   if (limit <= K) {
-    for (uint i = 32 * sg + lane; i < K; i += 1024) {
+    for (uint i = 32 * sg + lane; i < K; i += 32 * SIMDGROUPS) {
       out[i] = i < limit ? i : 0xffffffff;
     }
     return;
   }
-  uint share = (limit + 1023) / 1024 * 32;
+  uint share = (limit + 32 * SIMDGROUPS - 1) / (32 * SIMDGROUPS) * 32;
   uint start = sg * share;
   uint stop = min(start + share, limit);
 
@@ -81,11 +81,11 @@ METAL_FUNC void index_best(
       }
     }
     // Of two sets of counts one is written while the other may still be read.
-    threadgroup uint* now = counts + 1024 * (pass % 2);
+    threadgroup uint* now = counts + 32 * SIMDGROUPS * (pass % 2);
     now[32 * sg + lane] = count;
     threadgroup_barrier(mem_flags::mem_threadgroup);
     uint total = 0;
-    for (uint s = 0; s < 32; s++) {
+    for (uint s = 0; s < SIMDGROUPS; s++) {
       total += now[32 * s + lane];
     }
     uint above = simd_sum(total) - simd_prefix_inclusive_sum(total);
@@ -102,8 +102,9 @@ METAL_FUNC void index_best(
     held[sg] = uint2(greater, equal);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  greater = simd_shuffle(simd_prefix_exclusive_sum(held[lane].x), sg);
-  equal = simd_shuffle(simd_prefix_exclusive_sum(held[lane].y), sg);
+  uint2 both = lane < SIMDGROUPS ? held[lane] : uint2(0);
+  greater = simd_shuffle(simd_prefix_exclusive_sum(both.x), sg);
+  equal = simd_shuffle(simd_prefix_exclusive_sum(both.y), sg);
   uint below = (1u << lane) - 1;
   for (uint base = start; base < stop; base += 32 * BATCH) {
     index_best_keys(scores, keys, base + lane, stop);

@@ -12,7 +12,7 @@ from .hc_expand import hc_expand
 from .linear import linear
 from .rms_norm import rms_norm
 
-_CHUNK, _SIMDGROUPS = 256, 32  # of hc_mix.metal; of its second launch
+_CHUNK, _SIMDGROUPS = 256, 16  # of hc_mix.metal; of its second launch
 _part = metal.Kernel(
     "hc_mix",
     inputs=["from", "y", "post", "comb", "fn"],

@@ -10,8 +10,8 @@ _kernel = metal.Kernel(
     "index_best",
     inputs=["scores", "ready"],
     outputs=["chosen"],
-    call="""threadgroup uint counts[2048];
-threadgroup uint2 held[32];
+    call="""threadgroup uint counts[1024];
+threadgroup uint2 held[16];
 index_best(scores, ready, chosen, counts, held, scores_shape[1], K,
     threadgroup_position_in_grid.y, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
 )
@@ -31,8 +31,8 @@ def index_best(scores: mx.array, ready: mx.array, k: int) -> mx.array:
         scores,
         ready,
         template={"K": k},
-        grid=(1024, N, 1),
-        group=(1024, 1, 1),
+        grid=(512, N, 1),
+        group=(512, 1, 1),
         shapes=[(N, k)],
         dtypes=[mx.uint32],
     )
