@@ -26,7 +26,7 @@ def experts_down(h: mx.array, ids: mx.array, w2: Matrix, shared: Matrix | None =
     if not takes(ids, *both):
         return experts_down_reference(h, ids, w2, shared)
     tile, simdgroups = tiling(N, D), places
-    # One row has few threadgroups: larger ones, as far as the registers of Apple and NVIDIA GPUs go.
+    # One row has few threadgroups: larger ones, as far as registers go.
     if N == 1 and places * blocks(F) <= 12:
         simdgroups *= blocks(F)
         if simdgroups <= 12 and D % 32 == 0:
