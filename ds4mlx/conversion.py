@@ -1,5 +1,6 @@
 """Speed of conversion on a large file of random bytes, and what a converted model's start takes."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -49,19 +50,28 @@ def rows(gigabytes: int, runs: int = 5) -> Iterator[tuple[str, str, str, str]]:
         folder = Path(name)
         large, out, back = folder / "large.gguf", folder / "large", folder / "back.gguf"
         size = made(large, gigabytes * 10**9)
-        commands = (("convert", large, out), ("--verify", out), ("--reverse", out, back))
-        for what, *paths in commands:
+        yield "copy and flush, to compare", _speed(size, _copied(large, back)), "", ""
+        for what, *paths in (("convert", large, out), ("--verify", out), ("--reverse", out, back)):
             run = _run("convert", *([what] * (what != "convert")), *map(str, paths))
-            speed = (
-                f"{size / 1e9:.2f} GB in {run.seconds:.1f} s, {size / run.seconds / 1e9:.2f} GB/s"
-            )
-            yield (
-                what.lstrip("-"),
-                speed,
-                f"{run.peak / 1e6:.0f}",
-                run.command.replace(f"{name}/", ""),
-            )
+            command = run.command.replace(f"{name}/", "")
+            yield what.lstrip("-"), _speed(size, run.seconds), f"{run.peak / 1e6:.0f}", command
         yield from _starts(folder, runs)
+
+
+def _speed(size: int, seconds: float) -> str:
+    return f"{size / 1e9:.2f} GB in {seconds:.1f} s, {size / seconds / 1e9:.2f} GB/s"
+
+
+def _copied(path: Path, to: Path) -> float:
+    """Seconds that a plain copy takes until it is on the disk; it is removed again."""
+    start = time.perf_counter()
+    with path.open("rb") as source, to.open("wb") as copy:
+        while chunk := source.read(1 << 22):
+            copy.write(chunk)
+        os.fsync(copy.fileno())
+    seconds = time.perf_counter() - start
+    to.unlink()
+    return seconds
 
 
 def _starts(folder: Path, runs: int) -> Iterator[tuple[str, str, str, str]]:
