@@ -27,6 +27,7 @@ def test_a_stack_of_experts_decodes_like_its_parts(type):
 
 @pytest.mark.parametrize("type", PACKED)
 def test_packed_bytes_are_those_of_the_file_within_one_percent(type):
+    """MF-03."""
     raw = raw_bytes(type, 4, 1024)
     assert as_matrix(type, raw, (4, 1024)).nbytes <= 1.01 * raw.nbytes
 
