@@ -544,7 +544,7 @@ def closest_flag(variable: str) -> str | None:
 def help_text(name: str | None = None) -> str:
     """What --help prints, of one verb or of the whole command."""
     if name is None:
-        verbs = "\n".join(f"  {n:<10}{verb.help}" for n, verb in VERBS.items())
+        verbs = "\n".join(f"  {n:<14}{verb.help}" for n, verb in VERBS.items())
         return (
             "ds4mlx: DeepSeek V4 Flash on MLX\n\n"
             f"  ds4mlx VERB [FLAGS] ...\n\n{verbs}\n\n"
