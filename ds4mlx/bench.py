@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
 from . import __version__
-from .errors import Ds4Error
+from .errors import Ds4Error, UsageError
 
 PROMPT = "def fibonacci(n):\n"
 
@@ -71,8 +72,13 @@ def sweep_rows(
     """
     from . import sweep
 
-    if plot:
-        import matplotlib  # noqa: F401  before anything is measured
+    if ctx_max is not None and ctx_max < ctx_start:
+        raise UsageError(f"ctx_max is {ctx_max}, wanted at least ctx_start, {ctx_start}")
+    if plot:  # before anything is measured
+        if Path(plot).suffix not in (".png", ".svg"):
+            raise UsageError(f"plot is {plot}, wanted a name that ends in .png or .svg")
+        if not find_spec("matplotlib"):
+            raise Ds4Error("plot needs matplotlib, which is not here: pip install 'ds4mlx[plot]'")
     most, contexts = max(ctx_start, ctx_max or 0), {"incr": step_incr or 0, "mul": step_mul}
     target, draft, _loaded = _targets(model, mtp, synthetic, layers, most, force)
     bench = sweep.Sweep(target, draft, chunk=chunk)

@@ -138,6 +138,8 @@ def bench(model=None, **options) -> Iterator[str]:
     for key in options.keys() - own - {"force"} if swept else options.keys() & own:
         what = f"does not go with {swept}" if swept else "needs ctx_max or synthetic"
         raise UsageError(f"{key} {what}")
+    for flag in ("csv", "plot"):
+        _check_writable(f"--{flag}", options.get(flag))
     measure = sweep_rows if swept else rows
     for line in measure(model, **options):
         yield f"{line}\n"

@@ -812,6 +812,24 @@ def test_bench_prints_its_lines(run, monkeypatch):
     assert refused(run("bench", "--launches", "-n", "3"), "tokens does not go with launches")
 
 
+@pytest.mark.parametrize("flag, name", [("--csv", "no/x.csv"), ("--plot", "no/x.png")])
+def test_a_figure_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    run, tmp_path, flag, name
+):
+    status, out, err = run(
+        "bench", "--ctx-max", "9", "--ctx-start", "9", flag, str(tmp_path / name)
+    )
+    assert status in (1, 2) and not out and flag in err and "Errno" not in err
+
+
+def test_a_sweep_that_cannot_be_meant_is_refused(run, monkeypatch):
+    assert refused(run("bench", "--ctx-max", "5"), "ctx_max is 5, wanted at least ctx_start, 2048")
+    assert refused(run("bench", "--ctx-max", "4096", "--plot", "x.gif"), "ends in .png or .svg")
+    monkeypatch.setattr("ds4mlx.bench.find_spec", lambda name: None)
+    status, _, err = run("bench", "--ctx-max", "4096", "--plot", "x.png")
+    assert status == 1 and "plot needs matplotlib" in err and "ds4mlx[plot]" in err
+
+
 def test_bench_counts_launches_without_weights(run):
     status, out, _ = run("bench", "--launches")
     assert status == 0

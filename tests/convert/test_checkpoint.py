@@ -286,6 +286,11 @@ def test_the_target_alone_needs_no_shard_of_the_draft(folder, tmp_path):
     copy = Path(shutil.copytree(folder, tmp_path / "in"))
     (copy / "model-00003-of-00003.safetensors").unlink()
     list(convert_released(copy, tmp_path / "a.gguf", gguf=True))
+    list(convert_released(folder, tmp_path / "b.gguf", gguf=True))
+    alone, whole = (open_gguf(tmp_path / name) for name in ("a.gguf", "b.gguf"))
+    assert alone.tensors.keys() == whole.tensors.keys()
+    for name, tensor in whole.tensors.items():
+        assert np.array_equal(alone.tensors[name].read(), tensor.read())
 
 
 def test_the_manifest_tells_what_the_draft_was_made_of(folder, tmp_path):
