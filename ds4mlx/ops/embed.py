@@ -4,27 +4,21 @@ from functools import cache
 
 import mlx.core as mx
 
-from ..packed import Matrix, Packed
+from ..packed import Matrix
 from . import metal
-from .dequantize import dequantize
+from .dequantize import arrays, dequantize, kind, readers
 
-# What a table is for a kernel: its struct in dequantize.h, and its planes in order.
-_STRUCTS = {
-    mx.float32: ("dense<float>", ("data",)),
-    mx.float16: ("dense<half>", ("data",)),
-    mx.bfloat16: ("dense<bfloat>", ("data",)),
-    "Q8_0": ("q8_0", ("codes", "scales")),
-}
+_KINDS = (mx.float32, mx.float16, mx.bfloat16, "Q8_0")
 
 
 @cache
-def _kernel(struct: str, planes: tuple[str, ...]) -> metal.Kernel:
+def _kernel(kind: str | mx.Dtype) -> metal.Kernel:
+    inputs, reader = readers({"w": kind})
     return metal.Kernel(
         "embed",
-        inputs=["ids", *planes],
+        inputs=["ids", *inputs],
         outputs=["out"],
-        call=f"""{struct} w = {{{", ".join(planes)}}};
-embed(w, ids, out, D, thread_position_in_grid.xy);""",
+        call=f"{reader}embed(w, ids, out, D, thread_position_in_grid.xy);",
     )
 
 
@@ -36,12 +30,11 @@ def embed(ids: mx.array, w: Matrix) -> mx.array:
     """
     if not takes(w):
         return embed_reference(ids, w)
-    struct, planes, arrays = table(w)
     D = w.shape[1]
     group = min(256, metal.round_up(D // 8, 32))
-    (out,) = _kernel(struct, planes)(
+    (out,) = _kernel(kind(w))(
         ids,
-        *arrays,
+        *arrays(w),
         template={"D": D},
         grid=(metal.round_up(D // 8, group), ids.shape[0], 1),
         group=(group, 1, 1),
@@ -54,18 +47,8 @@ def embed(ids: mx.array, w: Matrix) -> mx.array:
 def takes(w: Matrix) -> bool:
     """Whether a kernel can read rows of w."""
     # From 2048 elements on no plane has fewer than 8, which Metal gets in another space.
-    kind = w.type if isinstance(w, Packed) else w.dtype
     large = w.shape[0] * w.shape[1] >= 2048
-    return metal.enabled() and kind in _STRUCTS and w.shape[1] % 32 == 0 and large
-
-
-def table(w: Matrix, prefix: str = "") -> tuple[str, tuple[str, ...], list[mx.array]]:
-    """The struct of w in dequantize.h; its planes in order, by name and as arrays."""
-    if isinstance(w, Packed):
-        struct, planes = _STRUCTS[w.type]
-        return struct, tuple(prefix + p for p in planes), [w.planes[p] for p in planes]
-    struct, planes = _STRUCTS[w.dtype]
-    return struct, tuple(prefix + p for p in planes), [w]
+    return metal.enabled() and kind(w) in _KINDS and w.shape[1] % 32 == 0 and large
 
 
 def embed_reference(ids: mx.array, w: Matrix) -> mx.array:

@@ -6,7 +6,8 @@ import mlx.core as mx
 
 from ..packed import Matrix
 from . import metal
-from .embed import embed, table, takes
+from .dequantize import arrays, kind, readers
+from .embed import embed, takes
 from .linear import linear
 
 _GROUP = 256  # threads, and logits, of a threadgroup
@@ -16,29 +17,29 @@ threadgroup uint places[32];
 
 
 @cache
-def _step(struct1: str, planes1: tuple, struct2: str, planes2: tuple) -> metal.Kernel:
+def _step(kind1, kind2) -> metal.Kernel:
+    inputs, readers_ = readers({"w1": kind1, "w2": kind2})
     return metal.Kernel(
         "markov",
-        inputs=["u", "known", "found", "at", *planes1, *planes2],
+        inputs=["u", "known", "found", "at", *inputs],
         outputs=["logits", "tokens", "best_of"],
         call=f"""{_PICKING}threadgroup float4 e[R / 4];
-{struct1} w1 = {{{", ".join(planes1)}}};
-{struct2} w2 = {{{", ".join(planes2)}}};
-markov(u, known, found, w1, w2, logits, tokens, best_of, e, values, places, at, u_shape[1], R,
-    found_shape[0], threadgroup_position_in_grid.x, thread_index_in_threadgroup,
+{readers_}markov(u, known, found, w1, w2, logits, tokens, best_of, e, values, places, at,
+    u_shape[1], R, found_shape[0], threadgroup_position_in_grid.x, thread_index_in_threadgroup,
     threads_per_threadgroup.x);""",
     )
 
 
 @cache
-def _finish(struct: str, planes: tuple) -> metal.Kernel:
+def _finish(kind1) -> metal.Kernel:
+    inputs, reader = readers({"w1": kind1})
     return metal.Kernel(
         "markov",
-        inputs=["known", "found", *planes],
+        inputs=["known", "found", *inputs],
         outputs=["tokens", "e"],
-        call=f"""{_PICKING}{struct} w1 = {{{", ".join(planes)}}};
-markov_finish(w1, known, found, tokens, e, values, places, known_shape[0], R, found_shape[0],
-    threadgroup_position_in_grid.y, thread_index_in_threadgroup, threads_per_threadgroup.x);""",
+        call=f"""{_PICKING}{reader}markov_finish(w1, known, found, tokens, e, values,
+    places, known_shape[0], R, found_shape[0], threadgroup_position_in_grid.y,
+    thread_index_in_threadgroup, threads_per_threadgroup.x);""",
     )
 
 
@@ -53,8 +54,7 @@ def markov(u: mx.array, anchor: mx.array, w1: Matrix, w2: Matrix):
     if not (takes(w1) and takes(w2)):
         return markov_reference(u, anchor, w1, w2)
     (N, V), R = u.shape, w1.shape[1]
-    first, second = table(w1, "w1_"), table(w2, "w2_")
-    step, finish = _step(*first[:2], *second[:2]), _finish(*first[:2])
+    step, finish = _step(kind(w1), kind(w2)), _finish(kind(w1))
     groups = -(-V // _GROUP)
     logits, known, found = [], anchor, anchor.view(mx.uint32)[:, None]  # found is not read at 0
     for i in range(N):
@@ -63,8 +63,7 @@ def markov(u: mx.array, anchor: mx.array, w1: Matrix, w2: Matrix):
             known,
             found,
             mx.array(i, mx.uint32),
-            *first[2],
-            *second[2],
+            *arrays(w1, w2),
             template={"R": R},
             grid=(groups * _GROUP, 1, 1),
             group=(_GROUP, 1, 1),
@@ -75,7 +74,7 @@ def markov(u: mx.array, anchor: mx.array, w1: Matrix, w2: Matrix):
     tokens, e = finish(
         known,
         found,
-        *first[2],
+        *arrays(w1),
         template={"R": R},
         grid=(_GROUP, N, 1),
         group=(_GROUP, 1, 1),
