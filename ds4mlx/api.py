@@ -28,7 +28,7 @@ from .tokenizer import Tokenizer
 from .weights import Progress
 from .wired import Wired
 
-CHUNK = 512  # tokens of prefill at a time
+CHUNK = 512  # tokens of a session's prefill at a time: all of their logits are held
 CHAT_TOKENS, COMPLETION_TOKENS = 50_000, 256  # default limits of a reply
 
 
@@ -77,9 +77,9 @@ class Model:
         self.name, self.release, self.chat = files.name, files.release, files.chat
         self._files = files.draft
         self._warnings = [files.draft.warning] if draft and files.draft.warning else []
-        self._plan, self._ctx = files.plan, files.ctx
+        self._plan, self._ctx, self._chunk = files.plan, files.ctx, files.chunk
         self._risks, self._forced = [files.risk] if files.risk else [], files.risk is not None
-        self._wired = Wired(files.plan(files.ctx).total, preflight.device())
+        self._wired = Wired(files.plan(files.ctx, files.chunk).total, preflight.device())
         self._unwire = weakref.finalize(self, self._wired.release)
         self._schedule = draft and Schedule(draft.config.dspark_block_size)
 
@@ -97,7 +97,7 @@ class Model:
         think: str = "high",
         release: str | None = None,
         raw: bool | None = None,
-        prefill_chunk: int = CHUNK,
+        prefill_chunk: int | None = None,
         dspark: bool = False,
         dspark_confidence: float | None = None,
         dspark_strict: bool = False,
@@ -146,12 +146,12 @@ class Model:
             sampler=Sampler(temp, top_p, min_p, seed),
             limit=tokens or default,
             ctx=ctx,
-            chunk=prefill_chunk,
+            chunk=prefill_chunk or self._chunk,
             progress=progress,
             notes=notes,
             drafting=self._drafting(confidence, dspark_schedule, notes),
             memory={
-                "planned_bytes": self._plan(ctx).total,
+                "planned_bytes": self._plan(ctx, prefill_chunk or self._chunk).total,
                 "wired_requested_bytes": self._wired.requested,
                 "wired_bytes": self._wired.granted,
             },

@@ -199,9 +199,8 @@ VERBS = {
             Flag(
                 ("--prefill-chunk",),
                 "prefill_chunk",
-                "prompt tokens at a time",
+                "prompt tokens at a time (default: 4096, 2048 or 512, as memory allows)",
                 _whole(1),
-                default=512,
             ),
             MTP,
             Flag(("--dspark",), "dspark", "decode with the draft of --mtp: the text is the same"),
@@ -253,7 +252,7 @@ VERBS = {
             Flag(("--step-incr",), "step_incr", "contexts grow by N tokens", _whole(1)),
             Flag(("--step-mul",), "step_mul", "contexts grow F times", _real(1, 100), default=2.0),
             Flag(("--gen-tokens",), "gen_tokens", "tokens at each context", _whole(8), default=64),
-            Flag(("--prefill-chunk",), "chunk", "prompt tokens at a time", _whole(1), default=512),
+            Flag(("--prefill-chunk",), "chunk", "prompt tokens at a time", _whole(1), default=4096),
             Flag(
                 ("--synthetic",),
                 "synthetic",

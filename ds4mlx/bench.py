@@ -60,7 +60,7 @@ def sweep_rows(
     step_incr: int | None = None,
     step_mul: float = 2.0,
     gen_tokens: int = 64,
-    chunk: int = 512,
+    chunk: int = 4096,
     csv: str | None = None,
     plot: str | None = None,
     force: bool = False,

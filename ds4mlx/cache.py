@@ -61,6 +61,9 @@ class LayerCache:
         self.ring = Ring(max(self.window, twice * ratio) + FEW, width)
         self.entries = [mx.zeros((ctx // ratio + 1, d)) for d in dims]
 
+    def arrays(self) -> list[mx.array]:
+        return [self.ring.rows, *self.entries]
+
     def write(self, step: "Step", rows: mx.array):
         """Put the rows [N, W] of a block in the ring."""
         if isinstance(step.position, mx.array):
@@ -189,7 +192,7 @@ class Cache(Sequence):
 
     def arrays(self) -> list[mx.array]:
         """Every array of the state, to be evaluated with the step that wrote it."""
-        return [a for layer in self.layers for a in (layer.ring.rows, *layer.entries)]
+        return [a for layer in self.layers for a in layer.arrays()]
 
     def replace(self, arrays: Iterable[mx.array]):
         """Put `arrays`, in the order of `arrays`, in their places."""

@@ -33,13 +33,29 @@ def prefill(
     """
     for at in range(0, len(ids), chunk):
         part = mx.array(ids[at : at + chunk], mx.int32)
-        streams, taps = target(part, cache)
+        streams, taps = target(part, cache, paced())
         if draft:
             draft.extend(taps, context)
         mx.eval(streams, taps, cache.arrays(), context.arrays() if draft else [])
         if progress:
             progress("prefill", at + len(part), len(ids))
         yield streams, taps
+
+
+def paced() -> Callable:
+    """Evaluates what it is called with, two calls at a time.
+
+    What a chunk of prefill takes would else all be held at once.
+    """
+    before = []
+
+    def pace(*arrays):
+        mx.async_eval(arrays)
+        if before:
+            mx.eval(before.pop())
+        before.append(arrays)
+
+    return pace
 
 
 def decode(

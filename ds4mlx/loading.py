@@ -59,6 +59,7 @@ class Files:
     plan: preflight.Plan
     ctx: int  # that fits into memory
     risk: str | None  # if it does not, and was loaded by force
+    chunk: int  # tokens of prefill at a time that fit
 
 
 @file_errors()
@@ -86,7 +87,9 @@ def load_files(
         warning = check_pair(draft["config"], {"lineage": None} | config)
     ctx = preflight.context(ctx, positions(found))
     needs = plan(found, draft)
-    risk = preflight.require(name, needs, ctx, preflight.device(), force)
+    on = preflight.device()
+    risk = preflight.require(name, needs, ctx, on, force)
+    chunk = preflight.chunk(needs, ctx, on)
     weights = load_weights(found.pop("tensors"), experts, name, progress)
     if draft:
         tensors = draft.pop("tensors")
@@ -97,7 +100,7 @@ def load_files(
             warning=warning,
             fingerprint=_fingerprint(where, other),
         )
-    return Files(**found, weights=weights, draft=draft, plan=needs, ctx=ctx, risk=risk)
+    return Files(**found, weights=weights, draft=draft, plan=needs, ctx=ctx, risk=risk, chunk=chunk)
 
 
 @file_errors()

@@ -14,13 +14,15 @@ from .cache import Cache, DraftCache
 from .config import TargetConfig
 from .download import TARGETS
 from .errors import Ds4Error, UsageError
+from .ops import SORTED, TILE
 from .weights import loaded_bytes
 
 GIB = 1 << 30
 CTX = 32768  # default context, where the model has as many positions
-_ROWS = 512  # of prefill at a time
+CHUNKS = (4096, 2048, 512)  # tokens of prefill at a time, the most that fit
 _QUERIES = 128  # of prefill's attention at a time
-_TILE, _PRODUCTS = 1 << 26, 1 << 25  # elements that prefill widens, and that the indexer holds
+_TILE, _PRODUCTS = 1 << 26, 1 << 24  # elements that prefill widens, and that the indexer holds
+_TILES = 4  # of the experts that a GPU holds at a time where MLX submits each launch by itself
 
 # The part of what a device reports that a plan may fill, and what becomes of a larger one.
 _SHARES = {"metal": 0.98, "cuda": 0.95, "cpu": 0.80}
@@ -66,7 +68,7 @@ class Need:
         return self.weights + self.draft + self.cache + self.workspace
 
 
-Plan = Callable[[int], Need]  # what a run takes, by context
+Plan = Callable[..., Need]  # (ctx, rows=the least of CHUNKS): what a run takes
 
 
 def device() -> Device:
@@ -122,26 +124,43 @@ def plan(config: TargetConfig, tensors: dict, draft: dict | None = None) -> Plan
     # A tensor as it was read and as it was repacked, before MLX has it.
     staging = 2 * max(t.nbytes for t in tensors.values())
 
-    def need(ctx: int) -> Need:
-        workspace = max(staging, _workspace(config, ctx, matrix))
+    def need(ctx: int, rows: int = CHUNKS[-1]) -> Need:
+        workspace = max(staging, _workspace(config, ctx, min(rows, ctx), matrix, device().kind))
         return Need(ctx, weights, others, Cache(config, ctx).nbytes, workspace)
 
     return need
 
 
-def _workspace(c: TargetConfig, ctx: int, matrix: int) -> int:
-    """What a chunk of prefill holds at most, in float32; `matrix`: elements of the largest."""
+def chunk(plan: Plan, ctx: int, on: Device) -> int:
+    """The tokens of prefill at a time that are fastest of those that fit."""
+    few = CHUNKS[-1:] if on.kind == "cpu" else CHUNKS
+    return next((n for n in few if plan(ctx, n).total <= on.budget), CHUNKS[-1])
+
+
+def _workspace(c: TargetConfig, ctx: int, rows: int, matrix: int, kind: str) -> int:
+    """What `rows` of prefill hold at most; `matrix`: elements of the largest."""
     wide = max([0, *(ctx // r for r in c.compress_ratios if r > 4)])  # entries that all are read
     chosen = min(c.index_topk, ctx // 4) if 4 in c.compress_ratios else 0
-    elements = (
+    attention = 4 * (
         3 * min(_TILE, matrix)
-        + 3 * min(_PRODUCTS, _ROWS * c.index_n_heads * (ctx // 4) * (chosen > 0))
-        + _ROWS * chosen * c.head_dim
+        + 3 * min(_PRODUCTS, rows * c.index_n_heads * (ctx // 4) * (chosen > 0))
+        + rows * chosen * c.head_dim
         + 3 * _QUERIES * c.num_attention_heads * (2 * c.sliding_window + max(wide, chosen))
-        + 8 * _ROWS * c.num_attention_heads * c.head_dim
-        + 6 * _ROWS * c.hc_mult * c.hidden_size
+        + 8 * rows * c.num_attention_heads * c.head_dim
     )
-    return 4 * elements
+    streams = 4 * 6 * rows * c.hc_mult * c.hidden_size
+    return streams + max(attention, _experts(c, rows, kind) if rows >= SORTED else 0)
+
+
+def _experts(c: TargetConfig, rows: int, kind: str) -> int:
+    """What the experts of a layer hold where they are widened (ops.experts), in float16.
+
+    On CUDA MLX submits so many launches at once that all are held, on Metal a few tiles.
+    """
+    whole = 3 * c.n_routed_experts * c.moe_intermediate_size * c.hidden_size
+    held = whole if kind == "cuda" else min(whole, _TILES * TILE)
+    met = rows * c.num_experts_per_tok * (6 * c.moe_intermediate_size + 4 * c.hidden_size)
+    return 2 * (held + met)
 
 
 def require(name: str, plan: Plan, ctx: int, on: Device, force: bool = False) -> str | None:

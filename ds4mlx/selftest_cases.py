@@ -105,6 +105,9 @@ def _products(s: Shapes):
     yield Case("linear", f"Q8_0 {s.G} groups, {K} to {s.Ro}", make, 1e-5)
     for t in (*_FLOATS, "Q8_0"):
         yield Case("embed", f"{t} {s.D} wide", partial(_embed, t, 4096, s.D), 0.0)
+    for t in _PACKED:
+        make = partial(_widened, t, s.F, s.D)
+        yield Case("dequantize", f"{t} {s.F} x {s.D}", make, 0.0)
 
 
 def _experts(s: Shapes):
@@ -216,6 +219,13 @@ def _embed(type: str, V: int, D: int) -> Work:
     w = matrix(type, V, D)
     ids = mx.array([V - 1, 0, 7, 7, 1, 2, V - 2, 3], mx.int32)
     return _work(lambda w, ids: ops.embed(ids, *w), [w], ids, read=w.nbytes // V)
+
+
+def _widened(type: str, M: int, K: int) -> Work:
+    """The whole matrix, of which 8 parts stand for rows."""
+    w, parts = matrix(type, M, K), mx.arange(FEW)
+    op = lambda w, i: ops.dequantize(*w).reshape(FEW, -1)[i]  # noqa: E731
+    return _work(op, [w], parts)
 
 
 def _chosen(E: int, k: int) -> mx.array:

@@ -71,7 +71,7 @@ class Point:
 class Sweep:
     """Measures a target, and a draft for it, at contexts from `start` to `most`; see `points`."""
 
-    def __init__(self, target: Target, draft: Draft | None = None, *, chunk: int = 512):
+    def __init__(self, target: Target, draft: Draft | None = None, *, chunk: int = 4096):
         self.target, self.draft, self.chunk = target, draft, chunk
         self.bandwidth = copy_bandwidth()
 

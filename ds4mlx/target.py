@@ -36,11 +36,14 @@ class Target:
         self._graph = memo(lambda thread, *kind: me.graph(*kind))
         weights.finish()
 
-    def __call__(self, ids: mx.array, cache: Cache) -> tuple[mx.array, mx.array]:
+    def __call__(
+        self, ids: mx.array, cache: Cache, pace: Callable | None = None
+    ) -> tuple[mx.array, mx.array]:
         """ids [N] int32, the tokens after `cache.position` -> (streams [N, HC, D], taps).
 
         taps [N, T * D]: the mean over the streams of each tap layer's output, which the draft
-        reads. The cache advances by N. Both are float32.
+        reads. The cache advances by N. Both are float32. pace: called with the arrays that each
+        sublayer of a step that is not one graph leaves, to be evaluated.
         """
         step = Step.of(self.config, cache.position, ids.shape[0])
         # A scatter on a GPU would write beyond the entries.
@@ -50,7 +53,7 @@ class Target:
             x, taps, *arrays = run(ids, mx.array(step.position), *cache.arrays())
             cache.replace(arrays)
         else:
-            x, taps = self.forward(ids, step, cache)
+            x, taps = self.forward(ids, step, cache, pace)
         cache.advance(step.rows)
         return x, taps
 
@@ -59,10 +62,12 @@ class Target:
         config = self.config
         return ops.compiles() and ops.attends(config.head_dim, config.qk_rope_head_dim)
 
-    def forward(self, ids: mx.array, step: Step, cache: Cache) -> tuple[mx.array, mx.array]:
+    def forward(self, ids, step: Step, cache: Cache, pace=None) -> tuple[mx.array, mx.array]:
         """As a call, but the cache's position stays."""
         tapped, taps = self.config.dspark_target_layer_ids, []
         for i, op, *streams in self.sublayers(ids, step, cache):
+            if pace:
+                pace(streams, cache.layers[i].arrays())
             if op == "ffn" and i in tapped:
                 x = settled(*streams)
                 taps.append(ops.hc_collapse(x, mx.full(x.shape[:2], 1 / x.shape[1])))

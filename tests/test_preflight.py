@@ -226,6 +226,15 @@ def test_a_run_stays_within_the_estimate(pair):
     assert estimate.workspace < 3 * taken  # and is no excuse to refuse everything
 
 
+@pytest.mark.parametrize(
+    "on, rows", [(metal(200), 4096), (metal(30), 2048), (metal(1), 512), (cpu(999), 512)]
+)
+def test_a_prompt_is_read_in_the_largest_chunks_that_fit(on, rows):
+    sizes = {4096: 100, 2048: 20, 512: 5}
+    taken = lambda ctx, n: plan(0, workspace=sizes[n])(ctx)  # noqa: E731
+    assert preflight.chunk(taken, 32768, on) == rows
+
+
 # Files of the full size, by their headers -----------------------------------------------------
 
 FLASH = dict(D=4096, V=129280, H=64, dh=512, Rq=1024, G=8, Ro=1024, E=256, K=6, F=2048)
@@ -349,6 +358,12 @@ def test_the_cache_of_compressed_layers_is_far_below_a_dense_one(ctx, most):
         assert abs(layer.entries[0].size / 512 - rows) <= 1
     assert need.cache == cache.nbytes < most * GIB
     assert need.cache < 0.5 * 43 * max(ctx, 1024) * 512 * 4 + GIB / 8
+
+
+def test_q2_is_read_in_chunks_of_4096_on_a_128_gb_mac():
+    needs = preflight.plan(flash_config(), FILES["ds4f-q2"][0])
+    assert preflight.chunk(needs, 32768, metal(107.5)) == 4096
+    assert needs(32768, 4096).workspace > 2 * needs(32768).workspace
 
 
 def test_q2_with_its_draft_fits_a_128_gb_mac_and_not_a_96_gb_one():

@@ -344,3 +344,14 @@ def test_a_step_that_compiles_keeps_one_graph_a_kind_and_thread():
         with ThreadPoolExecutor(1) as pool:
             pool.submit(steps).result()
     assert len(built) == 4
+
+
+def test_a_chunk_is_evaluated_sublayer_by_sublayer_and_comes_out_the_same():
+    case = next(iter(CASES))
+    model = target(case)
+    _, ids = next(batch(case))
+    part, held = mx.array(ids[:40], mx.int32), []
+    want, _ = model(part, Cache(model.config, 64))
+    got, _ = model(part, Cache(model.config, 64), lambda *arrays: held.append(arrays))
+    assert_same(got, want)
+    assert len(held) == 2 * model.config.num_hidden_layers

@@ -4,7 +4,7 @@ from .argmax import argmax
 from .attention import attends, attention
 from .dequantize import dequantize
 from .embed import embed
-from .experts import experts
+from .experts import SORTED, TILE, experts
 from .grouped_linear import grouped_linear
 from .hc_collapse import hc_collapse
 from .hc_expand import hc_expand
@@ -26,6 +26,8 @@ from .round_kv import round_kv
 from .route import route
 
 __all__ = [
+    "SORTED",
+    "TILE",
     "Pool",
     "argmax",
     "attends",

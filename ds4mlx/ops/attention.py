@@ -200,31 +200,45 @@ def _one(q: mx.array, keys: list[mx.array], sink: mx.array) -> mx.array:
 
 
 def _many(q, raw, sink, window, before, entries, ready, selected):
+    """Blocks of queries; what all of a block may read is not masked, a pass over its scores."""
+    q, sink = q * q.shape[-1] ** -0.5, sink[:, None]
     outputs = []
     for i in range(0, q.shape[0], _BLOCK):
-        rows = q[i : i + _BLOCK] * q.shape[-1] ** -0.5
+        rows = q[i : i + _BLOCK]
         n = rows.shape[0]
         first, last = max(0, before + i + 1 - window), before + i + n
         keys = raw[first:last]
         own = mx.arange(before + i, last)[:, None]  # each query's own row
         at = mx.arange(first, last)[None]
-        seen = (at <= own) & (at > own - window)
-        scores = [mx.where(seen[:, None], rows @ keys.T, -mx.inf)]
-        if entries is not None and ready[i + n - 1]:
-            limit = mx.array(ready[i : i + n])[:, None]
-            if selected is None:
-                some, ids = entries[: ready[i + n - 1]], mx.arange(ready[i + n - 1])[None]
-                products = rows @ some.T
-            else:
-                ids = selected[i : i + n]
-                some = entries[ids]  # [n, K, Dh]
-                products = rows @ some.swapaxes(1, 2)
-            scores.append(mx.where((ids < limit)[:, None], products, -mx.inf))
-        scores.append(mx.broadcast_to(sink[:, None], (*rows.shape[:2], 1)))
-        weights = mx.softmax(mx.concatenate(scores, axis=-1), axis=-1)
-        S = keys.shape[0]
-        total = weights[..., :S] @ keys
-        if len(scores) == 3:
-            total = total + weights[..., S:-1] @ some
-        outputs.append(total)
+        hidden = (at > own) | (at <= own - window)
+        scores = mx.where(hidden[:, None], -mx.inf, rows @ keys.T)
+        least, most = (ready[i], ready[i + n - 1]) if entries is not None else (0, 0)
+        if not most:
+            weights, total = _shares(sink, scores)
+            outputs.append(weights[0] @ keys / total)
+            continue
+        if selected is None:
+            some, ids = entries[:most], mx.arange(most)[None]
+            others = rows @ some.T
+        else:
+            ids = selected[i : i + n]
+            least = 0 if least < ids.shape[1] else most
+            some = entries[mx.minimum(ids, most - 1)]  # [n, K, Dh]
+            others = rows @ some.swapaxes(1, 2)
+        if least < most:
+            hidden = ids >= mx.array(ready[i : i + n])[:, None]
+            others = mx.where(hidden[:, None], -mx.inf, others)
+        (weights, more), total = _shares(sink, scores, others)
+        outputs.append((weights @ keys + more @ some) / total)
     return mx.concatenate(outputs)
+
+
+def _shares(sink: mx.array, *scores: mx.array) -> tuple[list[mx.array], mx.array]:
+    """exp of each [N, H, .] less the largest of all and of the sink [H, 1], and their sum."""
+    most = sink
+    for s in scores:
+        most = mx.maximum(most, s.max(axis=-1, keepdims=True))
+    shares, total = [mx.exp(s - most) for s in scores], mx.exp(sink - most)
+    for s in shares:
+        total = total + s.sum(axis=-1, keepdims=True)
+    return shares, total

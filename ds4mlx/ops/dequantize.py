@@ -1,18 +1,35 @@
 """Values of a packed matrix, and the forms in which kernels and MLX's quantised matmuls read it."""
 
+import math
 from functools import cache
 
 import mlx.core as mx
 import numpy as np
 
 from ..packed import Matrix, Packed
+from . import metal
 
 NATIVE = ("Q8_0", "Q4_0", "Q4_K", "MXFP4")  # types that MLX's quantised matmuls can read
 
 
-def dequantize(w: Matrix) -> mx.array:
-    """w [..., M, K] of any type -> float32 [..., M, K], exactly the values of spec section 3."""
-    return dequantize_reference(w)
+def dequantize(w: Matrix, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """w [..., M, K] of any type -> `dtype` [..., M, K], the values of spec section 3.
+
+    They are exact in float32, else rounded once. The kernel takes packed matrices of 2048
+    elements or more.
+    """
+    elements = math.prod(w.shape)
+    if not (metal.enabled() and isinstance(w, Packed) and 2048 <= elements < 1 << 32):
+        return dequantize_reference(w).astype(dtype)
+    (out,) = _kernel(w.type)(
+        *arrays(w),
+        template={"ELEMENTS": elements},
+        grid=(metal.round_up(elements // 8, 512), 1, 1),
+        group=(512, 1, 1),
+        shapes=[w.shape],
+        dtypes=[dtype],
+    )
+    return out
 
 
 def dequantize_reference(w: Matrix) -> mx.array:
@@ -22,6 +39,17 @@ def dequantize_reference(w: Matrix) -> mx.array:
         codes, form = native(w)
         return mx.dequantize(codes, **form, dtype=mx.float32)
     return _DECODERS[w.type](w.planes).reshape(w.shape)
+
+
+@cache
+def _kernel(type: str) -> metal.Kernel:
+    inputs, readers_ = readers({"w": type})
+    return metal.Kernel(
+        "dequantize",
+        inputs=inputs,
+        outputs=["out"],
+        call=f"{readers_}dequantize<ELEMENTS>(w, out, thread_position_in_grid.x);",
+    )
 
 
 def native(w: Packed) -> tuple[mx.array, dict]:

@@ -7,9 +7,12 @@ import mlx.core as mx
 from ..packed import Matrix, Packed
 from ..rows import FEW, each_row
 from . import metal
-from .dequantize import NATIVE, arrays, kind, readers
+from .dequantize import NATIVE, arrays, dequantize, kind, readers
 from .experts_down import blocks, experts_down, experts_down_reference, gather, takes, tiling
 from .mlp import mlp, mlp_reference, swiglu
+
+SORTED = 768  # rows from which widened experts are cheaper than the kernels in blocks
+TILE = 1 << 28  # elements of the experts' matrices that prefill widens at a time (512 MB)
 
 
 def experts(
@@ -22,13 +25,17 @@ def experts(
 
     Two launches, `experts` (w1 and w3) and `experts_down` (w2), where their kernels take the
     shapes (`takes`) and w1 is of w3's type, the shared ones too; else the reference. More rows
-    than FEW go through them in blocks, and the shared expert through a product of all.
+    than FEW go through them in blocks, and many through MLX's grouped product (`_sorted`); the
+    shared expert then through a product of all.
     """
     N, K = ids.shape
     if N > FEW and takes(ids[:FEW], w1, w3, w2):
-        blocks_ = (slice(i, i + FEW) for i in range(0, N, FEW))
-        parts = [experts(x[b], ids[b], weights[b], w1, w3, w2, limit) for b in blocks_]
-        routed = mx.concatenate(parts)
+        if N < SORTED:
+            blocks_ = (slice(i, i + FEW) for i in range(0, N, FEW))
+            parts = [experts(x[b], ids[b], weights[b], w1, w3, w2, limit) for b in blocks_]
+            routed = mx.concatenate(parts)
+        else:
+            routed = _sorted(x, ids, weights, w1, w3, w2, limit)
         return routed + mlp_reference(x, *shared, limit) if shared else routed
     F, D = w1.shape[1:]
     both = [(w1, w3, w2), *([shared] if shared else [])]
@@ -70,6 +77,39 @@ def experts_reference(x, ids, weights, w1, w3, w2, limit, shared=None):
         share = mx.where(ids == e, weights, 0.0).sum(axis=1, keepdims=True)
         total = total + share * mlp(x, w1[e], w3[e], w2[e], limit)
     return total
+
+
+def _sorted(x, ids, weights, w1, w3, w2, limit) -> mx.array:
+    """The rows of an expert lie together, and weights are widened tile by tile.
+
+    Products are of float16, summed in float32: of as many bits as MLX's of float32 on CUDA.
+    """
+    N, K = ids.shape
+    half = mx.float16 if mx.default_device() == mx.gpu else mx.float32  # MLX has no other there
+    chosen = ids.flatten()
+    order = mx.argsort(chosen)
+    chosen = chosen[order]
+    rows = x.astype(half)[order // K]
+    up = swiglu(*(_grouped(rows, w, chosen).astype(mx.float32) for w in (w1, w3)), limit)
+    up = (up * weights.flatten()[order][:, None]).astype(half)
+    y = _grouped(up, w2, chosen)[mx.argsort(order)]
+    return y.reshape(N, K, -1).astype(mx.float32).sum(axis=1)
+
+
+def _grouped(x: mx.array, w: Matrix, chosen: mx.array) -> mx.array:
+    """x [R, D], w [E, M, D], chosen [R] ascending -> w[chosen[r]] x[r], [R, M]."""
+    E, M, D = w.shape
+    tile = max(1, TILE // (E * D))
+    # Not x[:, None], whose new axis has stride 1: MLX's grouped product on CUDA then takes the
+    # rows for transposed ones, and what it gives is wrong.
+    x = x.reshape(-1, 1, D)
+    parts = []
+    for m in range(0, M, tile):
+        part = dequantize(w if tile >= M else w[:, m : min(M, m + tile)], x.dtype)
+        part = part.swapaxes(1, 2)
+        product = mx.gather_mm(x, part, rhs_indices=chosen, sorted_indices=True)
+        parts.append(product.squeeze(1))
+    return mx.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
 
 
 @cache

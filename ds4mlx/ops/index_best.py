@@ -2,7 +2,6 @@
 
 import mlx.core as mx
 
-from ..rows import FEW
 from . import metal
 
 NONE = 0xFFFFFFFF  # stands where fewer than k entries are ready
@@ -21,11 +20,10 @@ def index_best(scores: mx.array, ready: mx.array, k: int) -> mx.array:
     """scores [N, C] float32, C at least 8, ready [N] int32 -> uint32 [N, k], ascending.
 
     The entries below a row's `ready` with the k best scores, ties to the lowest entry, a NaN
-    as minus infinity (model 8, 20.6). Where fewer than k are ready, all, then NONE. The kernel
-    takes up to FEW rows.
+    as minus infinity (model 8, 20.6). Where fewer than k are ready, all, then NONE.
     """
     N = scores.shape[0]
-    if not metal.enabled() or N > FEW:
+    if not metal.enabled():
         return index_best_reference(scores, ready, k)
     (chosen,) = _kernel(
         scores,

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..rows import FEW
+from . import metal
+from .index_best import index_best
 from .index_scores import weigh
 
-_BLOCK = 1 << 25  # products of heads, rows and entries that prefill holds at a time
+_BLOCK = 1 << 24  # products of heads, rows and entries that prefill holds at a time
 
 
 def index_select(q, w, keys, ready: Sequence[int], k: int) -> list[mx.array | None] | mx.array:
@@ -17,7 +19,13 @@ def index_select(q, w, keys, ready: Sequence[int], k: int) -> list[mx.array | No
     ready <= k and all are read; more rows: uint32 [N, min(k, C)], ids at or above a row's
     `ready` to be masked. Ties go to the lowest entry (model 8, 20.6).
     """
-    return index_select_reference(q, w, keys, ready, k)
+    if q.shape[0] <= FEW or not metal.enabled() or keys.shape[0] <= k:
+        return index_select_reference(q, w, keys, ready, k)
+    blocks = []
+    for at in _blocks(q, keys):
+        limit = mx.array(ready[at], mx.int32)
+        blocks.append(index_best(weigh(q[at], w[at], keys), limit, k))
+    return mx.concatenate(blocks)
 
 
 def index_select_reference(q, w, keys, ready, k):
@@ -27,14 +35,19 @@ def index_select_reference(q, w, keys, ready, k):
             _best(weigh(q[i : i + 1], w[i : i + 1], keys[:n]), k)[0] if n > k else None
             for i, n in enumerate(ready)
         ]
-    rows = max(1, _BLOCK // (q.shape[1] * C))
     blocks = []
-    for i in range(0, q.shape[0], rows):
-        scores = weigh(q[i : i + rows], w[i : i + rows], keys)
-        limit = mx.array(ready[i : i + rows])[:, None]
+    for at in _blocks(q, keys):
+        scores = weigh(q[at], w[at], keys)
+        limit = mx.array(ready[at])[:, None]
         hidden = mx.arange(C)[None] >= limit
         blocks.append(_best(mx.where(hidden, -mx.inf, scores), min(k, C)))
     return mx.concatenate(blocks)
+
+
+def _blocks(q, keys) -> list[slice]:
+    """Rows that are scored at a time."""
+    rows = max(1, _BLOCK // (q.shape[1] * keys.shape[0]))
+    return [slice(i, i + rows) for i in range(0, q.shape[0], rows)]
 
 
 def _best(scores: mx.array, k: int) -> mx.array:

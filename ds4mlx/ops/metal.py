@@ -14,7 +14,10 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from importlib.resources import files
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 
@@ -148,20 +151,36 @@ class Kernel:
         key = (target, kinds, tuple(template.items()), tuple(dtypes))
         if key not in self._built:
             header, source = self.header, f'#line 1 "{self.name} (call)"\n{self.call}'
-            # MLX keeps a kernel by its name: with another text it must have another name.
-            digest = hashlib.sha256("\0".join((str(key), header, source)).encode()).hexdigest()
             make, ends = mx.fast.metal_kernel, ""
             if target == "cuda":
                 make, ends = mx.fast.cuda_kernel, "_p"
                 header, source = cuda.translate(self, inputs, template, dtypes)
+            # MLX keeps a kernel by its name: with another text it must have another name.
+            digest = hashlib.sha256("\0".join((str(key), header, source)).encode()).hexdigest()
+            name = f"{self.name}_{digest[:12]}"
+            if target == "cuda":
+                header = included(name, header)
             self._built[key] = make(
-                name=f"{self.name}_{digest[:12]}",
+                name=name,
                 input_names=[n + ends for n in self.inputs],
                 output_names=[n + ends for n in self.outputs],
                 header=header,
                 source=source,
             )
         return self._built[key]
+
+
+def included(name: str, text: str) -> str:
+    """What includes `text`: on CUDA, MLX hashes all of a kernel's source at every launch."""
+    path = Path(_directory().name) / f"{name}.h"
+    path.write_text(text)
+    return f'#include "{path}"\n'
+
+
+@cache
+def _directory() -> TemporaryDirectory:
+    """Of the process; gone when it ends."""
+    return TemporaryDirectory(prefix="ds4mlx-")
 
 
 def launch(kernel: Kernel, inputs, template: dict, grid, group, shapes, dtypes):

@@ -2,9 +2,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from ds4mlx.ops.dequantize import NATIVE, dequantize_reference, native
+from ds4mlx.ops.dequantize import NATIVE, dequantize, dequantize_reference, native
 from ds4mlx.weights import as_matrix
 from tests.close import assert_close, assert_same
+from tests.metal.cases import Case
+from tests.metal.lint import generated, lint
 from tests.ops.matrices import PACKED, TYPES, matrix, raw_bytes, values
 
 
@@ -30,6 +32,34 @@ def test_packed_bytes_are_those_of_the_file_within_one_percent(type):
     """MF-03."""
     raw = raw_bytes(type, 4, 1024)
     assert as_matrix(type, raw, (4, 1024)).nbytes <= 1.01 * raw.nbytes
+
+
+def make(type, *shape):
+    w = matrix(type, *shape)
+    return lambda rows: dequantize(w, mx.float16 if shape[-1] == 512 else mx.float32)[rows], [
+        mx.arange(8)
+    ]
+
+
+CASES = {
+    f"{type}-{'flash' if shape[-1] == 4096 else 'half' if shape[-1] == 512 else 'odd'}": Case(
+        lambda type=type, shape=shape: make(type, *shape), "guard" if shape[-1] == 4096 else "check"
+    )
+    for type in PACKED
+    for shape in ((9, 256), (8, 512), *([(256, 4096)] if type in ("Q8_0", "IQ2_XXS") else []))
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_kernel_gives_exactly_the_values_of_the_reference(case):
+    case.verify()
+
+
+@pytest.mark.parametrize("type", PACKED)
+def test_the_address_spaces_of_every_type_hold(type):
+    w = matrix(type, 8, 256)
+    (source,) = generated(lambda: dequantize(w))
+    assert lint(source) == []
 
 
 @pytest.mark.parametrize("type", NATIVE)

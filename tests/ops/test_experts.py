@@ -1,3 +1,5 @@
+import sys
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -172,6 +174,22 @@ def test_gathered_products_equal_a_dense_loop_at_ragged_sizes(type, rows):
         gate = W1[e] @ X[n]
         want = W2[e] @ (gate / (1 + np.exp(-gate)) * (W3[e] @ X[n]))
         assert_close(got[n], want, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("types", [("IQ2_XXS", "Q2_K"), ("MXFP4", "MXFP4"), ("F32", "F32")])
+def test_many_rows_are_sorted_by_expert_and_come_back_in_order(types, monkeypatch):
+    a, b = types
+    w1, w3, w2 = matrix(a, 5, 256, 256), matrix(a, 5, 256, 256), matrix(b, 5, 256, 256)
+    monkeypatch.setattr(sys.modules["ds4mlx.ops.experts"], "SORTED", 9)
+    monkeypatch.setattr(sys.modules["ds4mlx.ops.experts"], "TILE", 100 * 5 * 256)
+    mx.random.seed(4)
+    x = mx.random.normal((13, 256)) / 64
+    ids = ((mx.random.randint(0, 3, (13, 1)) + mx.array([[0, 2]])) % 5).astype(mx.uint32)
+    weights = mx.random.uniform(shape=(13, 2))
+    want = np.array(experts_reference(x, ids, weights, w1, w3, w2, LIMIT))
+    with executed("guard"):
+        got = experts(x, ids, weights, w1, w3, w2, LIMIT)
+    assert_close(got, want, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("type", ["IQ2_XXS", "MXFP4"])

@@ -1,12 +1,15 @@
+import sys
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from ds4mlx.ops.index_scores import weigh
-from ds4mlx.ops.index_select import index_select_reference
+from ds4mlx.ops.index_select import index_select, index_select_reference
 from ds4mlx.ops.round_index import round_index
 from tests.close import assert_close, assert_same
 from tests.golden_data import op_vectors
+from tests.metal.bench import executed
 
 
 def chosen(selected, ready, entries):
@@ -71,3 +74,16 @@ def test_large_blocks_are_scored_in_bounded_pieces(monkeypatch):
     whole = index_select_reference(q, w, keys, ready, 8)
     monkeypatch.setattr(sys.modules["ds4mlx.ops.index_select"], "_BLOCK", 2 * 4 * 50)
     assert_same(index_select_reference(q, w, keys, ready, 8), whole)
+
+
+def test_the_kernel_chooses_as_the_reference_does_for_rows_that_are_ready(monkeypatch):
+    monkeypatch.setattr(sys.modules["ds4mlx.ops.index_select"], "_BLOCK", 5 * 3 * 70)
+    mx.random.seed(3)
+    q, w = mx.random.normal((13, 3, 32)), mx.random.normal((13, 3))
+    keys, ready = mx.random.normal((70, 32)), [0, 3, 16, 17, *range(30, 70, 5), 70]
+    want = index_select_reference(q, w, keys, ready, 16)
+    with executed("guard"):
+        got = index_select(q, w, keys, ready, 16)
+    for i, n in enumerate(ready):  # what is not ready is masked
+        assert_same(got[i][: min(n, 16)], want[i][: min(n, 16)])
+        assert (np.array(got[i][min(n, 16) :]) >= n).all()
