@@ -115,7 +115,8 @@ class Model:
         token.
         dspark: decode with the draft; the text is the same. dspark_confidence (default 0.7, implies
         dspark) is what a draft needs to be verified; 0 verifies whole blocks. dspark_schedule: skip
-        drafting while it does not pay. dspark_strict: plain decoding, as a baseline.
+        drafting while it does not pay, and verify drafts below that threshold, unseen, where it
+        takes less time than to wait for confidences. dspark_strict: plain decoding, as a baseline.
         exact_sampling: allow drafts with temp above 0; the text is that of the seed without them.
         Raises UsageError for a value out of range or a prompt that is longer than the context.
         """

@@ -122,7 +122,9 @@ MTP = Flag(
 CONFIDENCE = Flag(
     ("--dspark-confidence",),
     "dspark_confidence",
-    "what a draft needs to be verified; implies --dspark; 0 verifies whole blocks",
+    "what a draft needs to be verified; implies --dspark; 0 verifies whole blocks. With "
+    "--dspark-schedule on, drafts below it may be verified unseen where that takes less time than "
+    "to wait for confidences; the text is the same",
     _real(0, 1),
     default=0.7,
 )

@@ -1,11 +1,14 @@
 """The draft: DeepSeek's DSpark module, which guesses a block of tokens from the target's rows."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import proxy
 
 import mlx.core as mx
 
 from . import ops
 from .cache import DraftCache, Ring
+from .graphs import Graphs, compiled
 from .rows import FEW
 from .target import Attention, HyperConnection, MoE, Target, settled
 from .weights import Weights
@@ -55,6 +58,7 @@ class Draft:
         self.markov_w2 = last["markov_head.markov_w2.weight"]
         self.confidence_proj = last["confidence_head.proj.weight"]
         self.freqs = target.config.rope_freqs(compressed=False)
+        self._graphs = Graphs(self.graph)
         weights.finish()
 
     def cache(self) -> DraftCache:
@@ -65,24 +69,45 @@ class Draft:
         kept = taps[-(cache.window + FEW) :]  # older rows would leave the rings at once
         cache.advance(taps.shape[0] - kept.shape[0])
         N = kept.shape[0]
-        main_x = self.main_x(kept)
-        rotation = ops.rotation(mx.arange(cache.position, cache.position + N), self.freqs)
-        for stage, ring in zip(self.stages, cache.rings, strict=True):
-            ring.write(cache.position, stage.attn.keys(main_x, rotation))
+        run = self._graphs("context", N) if N <= FEW and self.target.compiles else self.context
+        cache.replace(run(kept, mx.array(cache.position), *cache.arrays()))
         cache.advance(N)
 
     def propose(self, anchor: mx.array, cache: DraftCache) -> Block:
         """anchor [1] int32, the token at `cache.position` -> a block of guesses after it."""
+        if self.target.compiles:
+            run, position = self._graphs("block"), mx.array(cache.position)
+        else:
+            run, position = self.block, cache.position
+        return Block(*run(anchor, position, *cache.arrays()))
+
+    def graph(self, name: str, *_) -> Callable:
+        """`context` or `block` as one graph; of contexts each number of rows has its own."""
+        me = proxy(self)
+        return compiled(lambda *arrays: getattr(me, name)(*arrays))
+
+    def context(self, taps: mx.array, position: mx.array, *rings: mx.array) -> list[mx.array]:
+        """taps [N, T * D] of the positions from `position` on -> the rings with their rows."""
+        main_x, positions = self.main_x(taps), position + mx.arange(taps.shape[0])
+        turn = ops.rotation(positions, self.freqs)
+        places = positions % rings[0].shape[0]
+        for stage, rows in zip(self.stages, rings, strict=True):
+            rows[places] = stage.attn.keys(main_x, turn)
+        return [*rings]
+
+    def block(self, anchor: mx.array, position: int | mx.array, *rings: mx.array) -> list[mx.array]:
+        """The parts of a Block after `anchor` at `position`, which the reference takes as int."""
         ids, x = self.embed(anchor)
-        written, position = None, cache.position
-        turn = ops.rotation(position + mx.arange(ids.shape[0]), self.freqs)
+        written, turn = None, ops.rotation(position + mx.arange(ids.shape[0]), self.freqs)
+        cache = self.cache()
+        cache.replace(rings)
         for stage, ring in zip(self.stages, cache.rings, strict=True):
             x, written = stage(x, written, ring, position, turn)
         z = self.collapse(settled(x, written))
         u = ops.linear(ops.rms_norm(z, self.norm, self._eps), self.target.head)
         tokens, logits, e = ops.markov(u, anchor, self.markov_w1, self.markov_w2)
         confidence = ops.linear(mx.concatenate([z, e], axis=-1), self.confidence_proj)
-        return Block(mx.concatenate([anchor, tokens]), logits, confidence[:, 0])
+        return [mx.concatenate([anchor, tokens]), logits, confidence[:, 0]]
 
     def main_x(self, taps: mx.array) -> mx.array:
         """taps [N, T * D] -> the row [N, D] that all stages read (model 16.1)."""
@@ -90,8 +115,8 @@ class Draft:
 
     def embed(self, anchor: mx.array) -> tuple[mx.array, mx.array]:
         """anchor [1] -> ids [N] of the anchor and noise, and their streams [N, HC, D]."""
-        noise = mx.full((self.config.dspark_block_size - 1,), self.config.dspark_noise_token_id)
-        ids = mx.concatenate([anchor, noise.astype(mx.int32)])
+        noise = [self.config.dspark_noise_token_id] * (self.config.dspark_block_size - 1)
+        ids = mx.concatenate([anchor, mx.array(noise, mx.int32)])
         e = ops.embed(ids, self.target.embed)
         return ids, mx.repeat(e[:, None], self.target.config.hc_mult, axis=1)
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from .cache import Cache, DraftCache
 from .draft import Draft
+from .graphs import Graphs
 from .rows import FEW
 from .sampling import Sampler
 from .schedule import Cycle, Plan, Schedule
@@ -117,7 +118,7 @@ class Speculation:
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self):
-        self._seconds: list[float] = []  # of the plain steps in a row until now
+        self._steps = 0  # plain steps in a row that traced nothing
         self._taps: deque[mx.array] = deque()  # [1, T * D] each: what the context has not seen
 
     def decode(self, streams: mx.array, limit: int) -> Iterator[int]:
@@ -155,7 +156,7 @@ class Speculation:
 
     def _plain(self, anchor: mx.array, id: int | None, rows: int, skip: str):
         """One step without drafts; hands the anchor out, returns the next one."""
-        start, following = self.clock(), anchor[:0]
+        start, traces, following = self.clock(), Graphs.traces, anchor[:0]
         if rows:
             if self.report:
                 self.report({"position": self.cache.position, "skipped": skip})
@@ -168,7 +169,10 @@ class Speculation:
                 self.context.advance(1)
         if id is None:
             ((id,),) = fetch(anchor)
-        self._seconds.append(self.clock() - start)
+        # The first step waits for nothing, the second for the first: these fill the pipeline.
+        self._steps = self._steps + 1 if rows and Graphs.traces == traces else 0
+        if self.schedule and self._steps > 2:
+            self.schedule.plain_took(self.clock() - start)
         went_on = yield from self._hand_out([id], rows)
         return (following if went_on else None), None
 
@@ -182,13 +186,10 @@ class Speculation:
             ((id,),) = fetch(anchor)
         if id in self.stop:
             return None, None
-        # The first step waits for nothing, the second for the first: these fill the pipeline.
-        if self.schedule and len(self._seconds) > 2:
-            self.schedule.plain_took(self._seconds[2:])
-        self._seconds = []
+        self._steps = 0
         if self._taps:  # awaited, or a proposal would seem to cost all these rows
             mx.eval(self.caught_up().arrays())
-        start, position = self.clock(), self.cache.position
+        start, traces, position = self.clock(), Graphs.traces, self.cache.position
         block = self.draft.propose(anchor, self.context)
         most = min(most, block.tokens.shape[0] - 1)
         confidence = mx.sigmoid(block.confidence[:most])
@@ -199,8 +200,9 @@ class Speculation:
             n = self._length(confidence)
         proposed = self.clock()
         tokens = block.tokens[: 1 + n]
-        known = (tokens >= 0) & (tokens < self.target.config.vocab_size)
-        streams, taps = self.target(mx.where(known, tokens, 0), self.cache)
+        # An id outside the vocabulary is no token that the target could choose, nor embed.
+        known = mx.clip(tokens, 0, self.target.config.vocab_size - 1)
+        streams, taps = self.target(known, self.cache)
         chosen = self.sampler(self.target.logits(streams))
         mx.async_eval(chosen, tokens, confidence, taps, self.cache.arrays())
         launched = self.clock()
@@ -232,7 +234,8 @@ class Speculation:
             self.report(record)
         if self.schedule:
             seconds = proposed - start, launched - proposed, done - proposed - (resumed - launched)
-            self.schedule.cycle_took(Cycle(sure, self._cut(sure), n, accepted, ahead, *seconds))
+            found = sure, self._cut(sure), n, accepted, ahead
+            self.schedule.cycle_took(Cycle(*found, *seconds, traced=Graphs.traces > traces))
         went_on = yield from self._hand_out(drafts[:accepted], accepted)
         following = chosen[accepted : accepted + 1]
         return (following, wanted[accepted]) if went_on else (None, None)

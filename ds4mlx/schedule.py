@@ -2,14 +2,17 @@
 
 from dataclasses import dataclass
 
-_WARM_UP = ("plain", "plain", "probe")  # builds kernels
-_MEASURE = ("plain",) * 4
-_PROBE = 2  # drafts that are verified to learn what a row costs
-_SAMPLES, _SURE = 5, 3  # a cost is the median of the newest 5; below 3 it may be a hiccup
-_GRANT, _SHARE = 2.0, 0.01  # what drafts may lose: plain steps, and a share of the text's
-_SHORTEST, _LONGEST = 16, 256  # steps without drafts after drafts that did not pay
-_REFRESH = 64  # cycles in a row until the plain step is measured again
-_PRIOR, _WEIGHT = 0.7, 2.0  # the chance of a draft that nothing is known of, and its weight
+_PROBE = 1  # drafts that are verified to learn what a row costs
+_SAMPLES, _SURE = 5, 3  # a cost is the median of the newest 5; a plain step's is of 3 at least
+# What drafts may lose, in plain steps: at first, more for each token, and again in a new text for
+# each of the one before; no more than that is saved up.
+_GRANT, _SHARE, _AGAIN, _MOST = 3.0, 0.012, 0.005, 5.0
+_SHORTEST, _LONGEST = 64, 1024  # steps without drafts until their costs are measured again
+_REFRESH = 128  # cycles in a row until the plain step is measured again
+_HOPE = 3.0  # drafts, taken for right, that weigh against what was seen
+_KEPT, _FADED = 0.98, 0.985  # of what was seen: after a cycle, after a step without drafts
+_MISSES = 3  # cycles without a right draft, after which it pauses
+_LATELY = 0.8  # of what cycles with a look would have gained, after one more
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Cycle:
     draft: float  # until the confidences were known; ahead: until the draft was launched
     launch: float  # to launch the verification: while it waits for that, the device idles
     verify: float  # the rest, with `launch`
+    traced: bool = False  # a graph was traced and built meanwhile: the seconds are none of these
 
 
 class Cost:
@@ -55,74 +59,74 @@ class Cost:
 class Schedule:
     """Decides before every step whether to draft, in which way, and how many to verify.
 
-    A cycle gains what plain decoding of its tokens would have cost, less what it cost. Where
-    the best way promises no gain, or the gains of late are negative, drafting pauses, each time
-    longer, and tries again; what all tries lose is bounded by a share of the text. The first
-    use of a number of rows builds kernels and is not counted. Costs go by the number of rows:
-    the experts that rows share show only in them.
+    A cycle gains what plain decoding of its tokens would have cost, less what it cost. It drafts
+    as long as the best way promises a gain. Promises are hopeful: what is not known of drafts
+    counts as right, and what was seen of them fades while there are none, so that it tries
+    again; after cycles without a right draft it pauses, each time longer. An account of plain
+    steps bounds what hope loses: it begins with a grant, grows by gains and with the text; where
+    it is empty nothing is drafted. Times in which a graph was built are not counted. Costs go by
+    the number of rows: the experts that rows share show only in them.
     """
 
     def __init__(self, block: int):
         self.plain, self.draft, self.launch = Cost(), Cost(), Cost()
-        sizes = range(max(block, _PROBE) + 1)
-        self.verify = [Cost() for _ in sizes]  # by drafts, their confidences seen
-        self.ahead = [Cost() for _ in sizes]  # whole cycles, drafts unseen
+        self.verify = [Cost() for _ in range(block + 1)]  # by drafts, their confidences seen
+        self.ahead = [Cost() for _ in range(block + 1)]  # whole cycles, drafts unseen
         self.hits = [[0.0, 0.0] for _ in range(10)]  # by confidence: expected, accepted
         self.places = [[0.0, 0.0] for _ in range(block)]  # judged, accepted if those before were
-        self._built = set()  # numbers of drafts whose kernels are there
         self._looks = (0.0, 0.0)  # tokens and seconds of cycles that see confidences
-        self._script, self._probing = list(_WARM_UP), False
-        self._pause, self._wait, self._trial = 0, _SHORTEST, False
-        self._most, self._hopeless = 0, False  # the longest block; not even that could pay
-        # In plain steps: gains of all cycles, and of those since the last pause.
-        self._gain = self._lately = 0.0
-        self._tokens = self._cycles = 0
+        self._account = _GRANT
+        self._most, self._probing = 0, False  # the longest block
+        self._idle, self._wait = 0, _SHORTEST  # steps without drafts, and how many are enough
+        self._misses = 0  # cycles in a row without a right draft
+        self._cycles = self._tokens = 0  # since the plain step was measured; of this text
 
     def begin(self):
         """A new text: it may pay where the last one did not."""
-        if not self._hopeless:
-            self._pause, self._wait = min(self._pause, _SHORTEST), _SHORTEST
+        self._credit(min(_GRANT, _AGAIN * self._tokens))
+        self._tokens, self._misses = 0, min(self._misses, _MISSES - 1)
+        self._fade(0.5)
 
     def plan(self, most: int, fixed: bool = False) -> Plan:
         """The next step, of at most `most` drafts; `fixed`: a cycle verifies that many."""
         self._most = max(self._most, most)
         plan = self._plan(most, fixed)
-        self._tokens += plan.skip is not None
+        if plan.skip:
+            self._idle += 1
+            self._told(1)
+            self._fade(_FADED)
+        else:
+            self._idle = 0
         return plan
 
     def _plan(self, most: int, fixed: bool) -> Plan:
         self._probing = False
-        if not self._script and None in (self.plain.value, self.draft.value):
-            self._script = [*_MEASURE, "probe"]
-        if self._script:
-            self._probing = self._script.pop(0) == "probe"
-            return Plan() if self._probing else Plan("measure")
-        if self._pause > 0:
-            self._pause -= 1
-            self._trial = self._pause == 0
-            return Plan("no gain")
-        if self._gain < -_GRANT - _SHARE * self._tokens:
-            self._rest()
-            return Plan("no gain")
-        if self._cycles >= _REFRESH:
-            self._cycles, self._script = 0, list(_MEASURE[1:])
+        if len(self.plain.samples) < _SURE or self._cycles >= _REFRESH:
             return Plan("measure")
-        rate, plan = self._best(most, fixed)
-        if rate > 1:
-            self._trial = False
-            return plan
+        if self._account <= 0 or self._idle < self._pause():
+            return Plan("no gain")
+        if self._idle >= self._wait:
+            # They may have been hiccups, or be true no longer.
+            self._idle, self._wait = 0, min(2 * self._wait, _LONGEST)
+            for cost in (self.draft, self.launch, *self.ahead, *self.verify):
+                cost.samples = []
+        if self.draft.value is not None:
+            rate, plan = self._best(most, fixed)
+            if rate > 1:
+                self._wait = _SHORTEST
+                return plan
         if most < self._most:
             return Plan("limit")  # of too few tokens nothing is learnt
-        trial, self._trial = self._trial, False
-        if trial:
-            self._probing = True
-            return Plan()
-        self._rest()
-        return Plan("no gain")
+        self._probing = self.draft.value is None
+        return Plan() if self._probing else Plan("no gain")
+
+    def _pause(self) -> int:
+        """Steps without drafts that the cycles of late ask for, of which none had a right one."""
+        return 0 if self._misses < _MISSES else min(_SHORTEST, 1 << self._misses - 2)
 
     def _best(self, most: int, fixed: bool) -> tuple[float, Plan]:
         """The way with the most tokens a plain step's time, and how many those are."""
-        # Few lengths, since each has kernels of its own to be built.
+        # Few lengths, since each has graphs of its own to be built.
         unseen = [most] if fixed else range(most, 0, -2)
         ways = [(self._unseen_rate(n), Plan(drafts=n)) for n in unseen]
         if not fixed:
@@ -131,11 +135,10 @@ class Schedule:
         return max(ways, key=lambda way: way[0])
 
     def _unseen_rate(self, n: int) -> float:
-        right, tokens = _PRIOR, 1.0
-        chance = 1.0
+        right, tokens, chance = 1.0, 1.0, 1.0
         for judged, accepted in self.places[:n]:
-            # Nothing known of a place: as the one before.
-            right = (accepted + _WEIGHT * right) / (judged + _WEIGHT)
+            # Of a place of which nothing is known: as the one before.
+            right = (accepted + _HOPE * right) / (judged + _HOPE)
             chance *= right
             tokens += chance
         return tokens * self.plain.value / self._unseen_cost(n)
@@ -159,24 +162,23 @@ class Schedule:
                 best, most, accepted = n, expected - more, expected
         return best, accepted
 
-    def plain_took(self, seconds: list[float]):
-        """Plain steps in a row, without those that fill the pipeline."""
-        self.plain.add(_median(seconds))
+    def plain_took(self, seconds: float):
+        """A plain step of a row of them, without those that fill the pipeline."""
+        self.plain.add(seconds)
         self._cycles = 0
 
     def cycle_took(self, cycle: Cycle):
         n, accepted = cycle.drafts, cycle.accepted
-        self._tokens += 1 + accepted
+        self._told(1 + accepted)
         self._cycles += 1
+        self._misses = 0 if accepted else self._misses + (n > 0)
         for i, c in enumerate(cycle.confidences[: min(n, accepted + 1)]):
             for count, expected in ((self.hits[min(9, int(10 * c))], c), (self.places[i], 1.0)):
-                count[0] = 0.95 * count[0] + expected
-                count[1] = 0.95 * count[1] + (i < accepted)
-        if n not in self._built:
-            self._built.add(n)
-        elif cycle.ahead:
+                count[0] = _KEPT * count[0] + expected
+                count[1] = _KEPT * count[1] + (i < accepted)
+        if not cycle.traced and cycle.ahead:
             self.ahead[n].add(cycle.draft + cycle.verify)
-        else:
+        elif not cycle.traced:
             self.draft.add(cycle.draft)
             self.launch.add(cycle.launch)
             self.verify[n].add(cycle.verify)
@@ -184,37 +186,25 @@ class Schedule:
             return
         chosen, expected = self._worth(cycle.confidences[: cycle.cut])
         looks = (1 + expected, self._seen_cost(chosen))
-        self._looks = tuple(0.9 * a + b for a, b in zip(self._looks, looks, strict=True))
+        self._looks = tuple(_LATELY * a + b for a, b in zip(self._looks, looks, strict=True))
         took = self._unseen_cost(n) if cycle.ahead else self._seen_cost(n)
-        self._settle(1 + accepted - took / self.plain.value)
+        self._credit(1 + accepted - took / self.plain.value)
 
-    def _settle(self, gain: float):
-        self._gain = min(2 * _GRANT, self._gain + gain)
-        self._lately += gain
-        if self._lately >= _GRANT:
-            self._wait = _SHORTEST
+    def _told(self, tokens: int):
+        self._tokens += tokens
+        self._credit(_SHARE * tokens)
 
-    def _rest(self):
-        """Pause; what was learnt fades, or a try after the pause would verify nothing."""
-        self._pause, self._wait = self._wait, min(2 * self._wait, _LONGEST)
-        self._lately = 0.0
-        costs = [self._unseen_cost(n) / (1 + n) for n in range(1, self._most + 1)]
-        sure = len(self.verify[_PROBE].samples) > 1
-        self._hopeless = sure and min(costs) >= self.plain.value  # even with all drafts right
-        if self._hopeless:
-            self._pause = _LONGEST
+    def _credit(self, gain: float):
+        self._account = min(_MOST, self._account + gain)
+
+    def _fade(self, kept: float):
         for counts in (self.hits, self.places):
-            counts[:] = [[a / 2, b / 2] for a, b in counts]
-        self._looks = (0.0, 0.0)
-        probed = self.verify[_PROBE]  # of which there will be more
-        for cost in (*self.ahead, *self.verify):
-            if cost is not probed and len(cost.samples) < _SURE:
-                cost.samples = []
+            counts[:] = [[kept * a, kept * b] for a, b in counts]
 
     def _right(self, confidence: float) -> float:
         """The chance that a draft is right, its confidence corrected by what came true."""
         expected, accepted = self.hits[min(9, int(10 * confidence))]
-        return min(1.0, confidence * (accepted + 4.0) / (expected + 4.0))
+        return min(1.0, confidence * (accepted + _HOPE) / (expected + _HOPE))
 
     def _seen_cost(self, n: int) -> float:
         """Seconds of a cycle that sees confidences first and verifies n."""

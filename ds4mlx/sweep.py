@@ -7,7 +7,7 @@ a figure is the median of its repetitions, and the device's copy bandwidth is me
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -15,19 +15,22 @@ import mlx.core as mx
 
 from .cache import Cache
 from .draft import Block, Draft
+from .dspark import CONFIDENCE
 from .generate import Speculation, decode, prefill
+from .graphs import Graphs
 from .launches import mean_launches
 from .ops import argmax
+from .rows import FEW
 from .sampling import Sampler
 from .schedule import Schedule
 from .target import Target, tensors
 
 TITLES = (
     "ctx", "prefill t/s", "decode t/s", "launches/layer", "GB/token", "of copy", "peak GB",
-    "draft ms", "verify ms (1, 2, .. rows)", "break-even", "drafted/plain at acceptance",
+    "draft ms", "verify ms (1, 2, .. rows)", "break-even", "drafted/plain (accepted) at acceptance",
 )  # fmt: skip
 ACCEPTANCE = (0.85, 0.62, 0.0)  # a position: published for code, published for all, none
-_WARM_UP = 4
+_PASSES = 4  # at most, to build the graphs of a text
 
 
 @dataclass
@@ -46,6 +49,7 @@ class Point:
     verify_ms: list[float] = field(default_factory=list)  # of 1, 2, .. rows
     break_even: float | None = None  # acceptance a position from which drafting pays
     forced: dict[float, float] = field(default_factory=dict)  # acceptance -> drafted over plain
+    accepted: dict[float, float] = field(default_factory=dict)  # the same -> accepted a cycle
 
     def cells(self) -> list[str]:
         """As TITLES has it."""
@@ -64,7 +68,7 @@ class Point:
             shown(self.draft_ms, 2),
             " ".join(f"{ms:.2f}" for ms in self.verify_ms),
             shown(self.break_even, 2),
-            " ".join(f"{p}: {ratio:.2f}" for p, ratio in self.forced.items()),
+            " ".join(f"{p}: {r:.2f} ({self.accepted[p]:.1f})" for p, r in self.forced.items()),
         ]
 
 
@@ -105,9 +109,12 @@ class Sweep:
             if context:
                 context.restore(saved[1])
 
-        text, plain = timed_tokens(
-            decode(target, streams, cache, _greedy(), limit=tokens + _WARM_UP, stop=()), _WARM_UP
-        )
+        def decoded():
+            restore()
+            limit = tokens + FEW  # the last drafts know what follows
+            return timed_tokens(decode(target, streams, cache, _greedy(), limit=limit, stop=()))
+
+        text, plain = built(decoded)
         point.decode_tokens_per_second, point.step_ms = 1 / plain, 1e3 * plain
         if mx.default_device() != mx.cpu:
             layers = target.config.num_hidden_layers
@@ -116,10 +123,14 @@ class Sweep:
         point.bandwidth_share = point.token_bytes / plain / self.bandwidth
         restore()
         if self.draft:
-            self._measure_draft(point, text, plain, streams, cache, context, restore)
+            self._measure_draft(point, text, cache, context, restore)
+            for acceptance in ACCEPTANCE:
+                drafted = self._forced(acceptance, text, streams, cache, context, restore)
+                point.accepted[acceptance], seconds = drafted
+                point.forced[acceptance] = plain / seconds
         point.peak_bytes = mx.get_peak_memory()
 
-    def _measure_draft(self, point: Point, text, plain: float, streams, cache, context, restore):
+    def _measure_draft(self, point: Point, text, cache: Cache, context, restore):
         target, draft = self.target, self.draft
         block = draft.config.dspark_block_size
         anchor = mx.array(text[:1], mx.int32)
@@ -140,15 +151,32 @@ class Sweep:
             restore()
         cost = (point.draft_ms + point.verify_ms[-1]) / point.step_ms
         point.break_even = break_even(cost, block)
-        for acceptance in ACCEPTANCE:
-            forced = Forced(draft, text, acceptance, context.position)
-            loop = Speculation(
-                target, forced, cache, context, _greedy(), (), schedule=Schedule(block)
-            )
-            limit = len(text) - block - 1
-            _, drafted = timed_tokens(loop.decode(streams, limit), limit // 3)
-            point.forced[acceptance] = plain / drafted
+
+    def _forced(self, acceptance: float, text, streams, cache, context, restore):
+        """Drafts accepted a cycle, and seconds a token, as in a session that has begun."""
+        schedule = Schedule(self.draft.config.dspark_block_size)
+
+        def drafted():
             restore()
+            records = []
+            loop = Speculation(
+                self.target,
+                Forced(self.draft, text, acceptance, context.position),
+                cache,
+                context,
+                _greedy(),
+                (),
+                confidence=CONFIDENCE,
+                schedule=schedule,
+                report=records.append,
+            )
+            _, seconds = timed_tokens(loop.decode(streams, len(text) - FEW))
+            accepted = [r["accepted"] for r in records if "rows" in r]
+            return sum(accepted) / max(1, len(accepted)), seconds
+
+        found = built(drafted)
+        restore()
+        return found
 
 
 def plot(points: list[Point], path: str):
@@ -220,14 +248,24 @@ def break_even(cost: float, block: int) -> float | None:
     return high
 
 
-def timed_tokens(ids: Iterator[int], skipped: int) -> tuple[list[int], float]:
-    """All ids, more than `skipped`, and the seconds that one took after those."""
+def built(run: Callable):
+    """What `run()` gives the second time, or when it builds no graph at last."""
+    for number in range(_PASSES):
+        traces = Graphs.traces
+        found = run()
+        if number and Graphs.traces == traces:
+            break
+    return found
+
+
+def timed_tokens(ids: Iterator[int]) -> tuple[list[int], float]:
+    """All ids, and the seconds that one took after the first."""
     found, start = [], time.perf_counter()
     for id in ids:
-        found.append(id)
-        if len(found) == skipped:
+        if not found:
             start = time.perf_counter()
-    return found, (time.perf_counter() - start) / (len(found) - skipped)
+        found.append(id)
+    return found, (time.perf_counter() - start) / (len(found) - 1)
 
 
 def repeated(run, times: int = 7) -> float:

@@ -1,8 +1,6 @@
 """The target: DeepSeek V4's forward pass, for one token, a block or a chunk of prefill."""
 
 from collections.abc import Callable, Iterator
-from functools import cache as memo
-from threading import get_ident
 from weakref import proxy
 
 import mlx.core as mx
@@ -10,6 +8,7 @@ import mlx.core as mx
 from . import ops
 from .cache import Cache, LayerCache, Step
 from .config import TargetConfig
+from .graphs import Graphs, compiled
 from .packed import Matrix, Packed
 from .rows import FEW
 from .weights import Weights
@@ -30,10 +29,7 @@ class Target:
         self.norm = weights["norm.weight"]
         self.head = weights["head.weight"]
         self.freqs = {r: config.rope_freqs(compressed=r) for r in (False, True)}
-        # Held weakly: a cycle would keep the weights until Python looks for cycles. One a thread:
-        # MLX's streams, which a graph keeps, belong to theirs.
-        me = proxy(self)
-        self._graph = memo(lambda thread, *kind: me.graph(*kind))
+        self._graphs = Graphs(self.graph)
         weights.finish()
 
     def __call__(
@@ -48,8 +44,8 @@ class Target:
         step = Step.of(self.config, cache.position, ids.shape[0])
         # A scatter on a GPU would write beyond the entries.
         assert step.position + step.rows <= cache.ctx, (step.position, step.rows, cache.ctx)
-        if step.rows <= FEW and self._compiles():
-            run = self._graph(get_ident(), *step.kind)
+        if step.rows <= FEW and self.compiles:
+            run = self._graphs(*step.kind)
             x, taps, *arrays = run(ids, mx.array(step.position), *cache.arrays())
             cache.replace(arrays)
         else:
@@ -57,7 +53,8 @@ class Target:
         cache.advance(step.rows)
         return x, taps
 
-    def _compiles(self) -> bool:
+    @property
+    def compiles(self) -> bool:
         """Whether a step can be one graph: attention's reference has to know its position."""
         config = self.config
         return ops.compiles() and ops.attends(config.head_dim, config.qk_rope_head_dim)
@@ -91,14 +88,15 @@ class Target:
 
     def graph(self, rows: int, closing: tuple[tuple[int, int], ...], selecting: bool) -> Callable:
         """All steps of a kind as one graph: (ids, position, *state) -> streams, taps, *state."""
+        me = proxy(self)
 
         def run(ids, position, *arrays):
-            cache = Cache(self.config, 1)
+            cache = Cache(me.config, 1)
             cache.replace(arrays)
-            x, taps = self.forward(ids, Step(position, rows, dict(closing), selecting), cache)
+            x, taps = me.forward(ids, Step(position, rows, dict(closing), selecting), cache)
             return x, taps, *cache.arrays()
 
-        return mx.compile(run)
+        return compiled(run)
 
     def logits(self, x: mx.array) -> mx.array:
         """Streams [N, HC, D] -> float32 logits [N, V]."""

@@ -116,4 +116,5 @@ def test_bench_fails_where_the_texts_differ():
         patch("ds4mlx.generate.leading", lambda truths: len(list(truths))),
         pytest.raises(Ds4Error, match="the drafted text is not the plain text"),
     ):
-        list(bench.dspark_rows([PROMPT], tokens=12, runs=1, dspark_confidence=0.0))
+        drafting = {"dspark_confidence": 0.0, "dspark_schedule": False}
+        list(bench.dspark_rows([PROMPT], tokens=12, runs=1, **drafting))

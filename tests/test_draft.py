@@ -1,8 +1,11 @@
 """The draft against an independent reference, and its speculative transcripts."""
 
+import gc
+from collections import Counter
 from functools import cache
 from itertools import islice
 from unittest.mock import patch
+from weakref import ref
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +14,11 @@ import pytest
 from ds4mlx.cache import Cache
 from ds4mlx.draft import Stage
 from ds4mlx.generate import Speculation, prefill
+from ds4mlx.graphs import Graphs
+from ds4mlx.launches import graph_primitives
+from ds4mlx.ops import metal
 from ds4mlx.sampling import Sampler
+from ds4mlx.synthetic import flash, flash_draft
 from ds4mlx.target import settled
 from tests.close import assert_close, assert_same
 from tests.golden_data import CASES, draft, vectors
@@ -141,3 +148,67 @@ def test_golden_transcripts_are_reproduced(case, index):
     assert [r["drafts"] for r in records[:cycles]] == spec["draft"][:cycles].tolist()
     want = 1 / (1 + np.exp(-spec["conf"][:cycles]))
     assert_close(mx.array([r["confidences"] for r in records[:cycles]]), want, atol=ATOL)
+
+
+def hollow(*shape, dtype=mx.float32):
+    return mx.broadcast_to(mx.array(0, dtype), shape)
+
+
+def hollow_draft():
+    """A draft of Flash's shapes, a context of 200 tokens for it, and an anchor."""
+    model = flash_draft(flash(layers=3, seed=None), seed=None)
+    context = model.cache()
+    context.replace([hollow(*rows.shape) for rows in context.arrays()])
+    context.advance(200)
+    return model, context, hollow(1, dtype=mx.int32)
+
+
+def test_a_compiled_proposal_launches_what_one_does_that_is_not():
+    model, context, anchor = hollow_draft()
+    graph, ops = Counter(), Counter()
+    with metal.traced(graph):
+        block = model.propose(anchor, context)
+        primitives = graph_primitives([block.tokens, block.confidence])
+    with metal.traced(ops):
+        tokens, _, confidence = model.block(anchor, 200, *context.arrays())
+    assert graph == ops and graph["attention"] == 2 * 3
+    assert primitives.total() < graph_primitives([tokens, confidence]).total() < 20
+
+
+def test_compiled_context_rows_launch_what_those_do_that_are_not():
+    model, context, _ = hollow_draft()
+    taps, before, graph, ops = hollow(3, 3 * 4096), context.arrays(), Counter(), Counter()
+    with metal.traced(graph):
+        model.extend(taps, context)
+        primitives = graph_primitives(context.arrays())
+    with metal.traced(ops):
+        rings = model.context(taps, mx.array(200), *before)
+    assert context.position == 203
+    assert graph == ops and graph["linear"] == 1 + 3
+    assert primitives.total() < graph_primitives(rings).total()
+
+
+def test_proposals_are_one_graph_and_context_rows_one_for_each_number_up_to_8():
+    model, context, anchor = hollow_draft()
+    traces = Graphs.traces
+    with metal.traced(Counter()):
+        for rows in (1, 3, 1, 3):
+            model.propose(anchor, context)
+            model.extend(hollow(rows, 3 * 4096), context)
+        assert Graphs.traces - traces == 3
+        model.extend(hollow(9, 3 * 4096), context)
+    assert Graphs.traces - traces == 3
+
+
+def test_graphs_do_not_keep_the_weights_of_a_model_that_is_gone():
+    model, context, anchor = hollow_draft()
+    held = [ref(model), ref(model.target)]
+    with metal.traced(Counter()):
+        model.propose(anchor, context)
+        model.target(anchor, Cache(model.target.config, 8))
+    gc.disable()
+    try:
+        del model
+        assert [r() for r in held] == [None, None]
+    finally:
+        gc.enable()

@@ -1,5 +1,6 @@
 import math
 import time
+from unittest.mock import patch
 
 import mlx.core as mx
 import pytest
@@ -7,9 +8,10 @@ import pytest
 from ds4mlx.cache import Cache
 from ds4mlx.errors import UsageError
 from ds4mlx.generate import Speculation, decode, prefill
+from ds4mlx.graphs import Graphs
 from ds4mlx.sampling import Sampler
 from ds4mlx.schedule import Schedule
-from ds4mlx.sweep import Forced, Sweep, break_even, timed_tokens, token_bytes
+from ds4mlx.sweep import Forced, Sweep, break_even, built, timed_tokens, token_bytes
 from ds4mlx.synthetic import flash
 from tests.golden_data import draft, target
 
@@ -23,14 +25,26 @@ def test_no_acceptance_pays_for_more_than_a_whole_block():
     assert break_even(6.01, 5) is None
 
 
-def test_the_first_cycles_are_not_timed():
+def test_the_first_token_is_not_timed():
     def slow_at_first():
         for id in range(20):
-            time.sleep(0.02 if id < 8 else 0)
+            time.sleep(0.2 if id == 0 else 0)
             yield id
 
-    ids, seconds = timed_tokens(slow_at_first(), 8)
-    assert ids == [*range(20)] and 0 < seconds < 0.01
+    ids, seconds = timed_tokens(slow_at_first())
+    assert ids == [*range(20)] and 0 < seconds < 0.005
+
+
+@pytest.mark.parametrize("traced, runs", [([0, 0], 2), ([1, 0], 2), ([3, 1, 0], 3), ([1] * 4, 4)])
+def test_a_text_is_run_twice_and_until_it_builds_no_graph(traced, runs):
+    done = []
+
+    def run():
+        Graphs.traces += traced[len(done)]
+        done.append(len(done))
+        return len(done)
+
+    assert built(run) == len(done) == runs
 
 
 def test_a_token_of_flash_reads_the_bytes_of_the_economics():
@@ -68,9 +82,9 @@ def test_a_forced_draft_proposes_the_text_or_something_else(acceptance, own):
     assert all((t == w) == own for t, w in zip(tokens[1:], text[1:], strict=False))
 
 
-@pytest.mark.parametrize("acceptance", [1.0, 0.0])
-def test_a_forced_draft_stays_with_the_text_under_a_schedule(acceptance):
-    model, records = draft("s1_w16_r8"), []
+def forced_loop(acceptance, **options):
+    """(loop, streams of a prompt's last row, the text after it)"""
+    model = draft("s1_w16_r8")
     cache, context = Cache(model.target.config, 128), model.cache()
     parts = prefill(model.target, list(range(30)), cache, chunk=16, draft=model, context=context)
     *_, (streams, _) = parts
@@ -78,20 +92,28 @@ def test_a_forced_draft_stays_with_the_text_under_a_schedule(acceptance):
     greedy = lambda: Sampler(0.0, 1.0, 0.0, 0)  # noqa: E731
     text = list(decode(model.target, streams, cache, greedy(), limit=60, stop=()))
     cache.restore(saved[0])
-    loop = Speculation(
-        model.target,
-        Forced(model, text, acceptance, context.position),
-        cache,
-        context,
-        greedy(),
-        (),
-        schedule=Schedule(model.config.dspark_block_size),
-        report=records.append,
-    )
+    forced = Forced(model, text, acceptance, context.position)
+    return Speculation(model.target, forced, cache, context, greedy(), (), **options), streams, text
+
+
+@pytest.mark.parametrize("acceptance", [1.0, 0.0])
+def test_a_forced_draft_stays_with_the_text_under_a_schedule(acceptance):
+    records = []
+    schedule = Schedule(draft("s1_w16_r8").config.dspark_block_size)
+    loop, streams, text = forced_loop(acceptance, schedule=schedule, report=records.append)
     assert list(loop.decode(streams, 50)) == text[:50]
     cycles = [r for r in records if "rows" in r]
     assert cycles
     assert all(r["accepted"] == (r["rows"] - 1 if acceptance else 0) for r in cycles)
+
+
+def test_a_forced_draft_adds_no_wait_to_a_cycle():
+    waits, at = [], []
+    loop, streams, _ = forced_loop(0.62, report=lambda record: at.append(len(waits)))
+    original = mx.eval
+    with patch.object(mx, "eval", lambda *arrays: waits.append(arrays) or original(*arrays)):
+        list(loop.decode(streams, 30))
+    assert at[:5] == [2, 3, 4, 5, 6]  # the first anchor is awaited before the first cycle
 
 
 def test_a_restored_state_rewinds_no_further_than_the_saved_one():
@@ -105,11 +127,12 @@ def test_a_restored_state_rewinds_no_further_than_the_saved_one():
 
 def test_every_figure_of_a_point_is_measured():
     model = draft("s1_w16_r8")
-    points = list(Sweep(model.target, model, chunk=16).points(16, 40, mul=2.0, tokens=24))
+    points = list(Sweep(model.target, model, chunk=16).points(16, 40, mul=2.0, tokens=12))
     assert [p.ctx for p in points] == [16, 32]
     for p in points:
         assert p.prefill_tokens_per_second > 0 and p.decode_tokens_per_second > 0
         assert len(p.verify_ms) == model.config.dspark_block_size + 1
-        assert p.forced.keys() == {0.85, 0.62, 0.0}
+        assert p.forced.keys() == p.accepted.keys() == {0.85, 0.62, 0.0}
+        assert p.accepted[0.0] == 0 and p.cells()[-1].endswith("(0.0)")
         assert 0 < p.bandwidth_share < 1 and p.draft_ms > 0 and p.peak_bytes > 0
         assert all(math.isfinite(ratio) and ratio > 0.01 for ratio in p.forced.values())
