@@ -60,6 +60,7 @@ def sweep_rows(
     step_incr: int | None = None,
     step_mul: float = 2.0,
     gen_tokens: int = 64,
+    fill: bool = False,
     chunk: int = 4096,
     csv: str | None = None,
     plot: str | None = None,
@@ -68,7 +69,7 @@ def sweep_rows(
     """Lines of a table: speed at contexts from `ctx_start` to `ctx_max`; see sweep.Sweep.
 
     `synthetic` names a recipe of synthetic.RECIPES in place of a model, `mtp` then makes a draft
-    of random weights too. Writes the figures to the files `csv` and `plot`.
+    of random weights too. `fill` draws states in place of reading prompts. Writes the figures to the files `csv` and `plot`.
     """
     from . import sweep
 
@@ -90,7 +91,7 @@ def sweep_rows(
     yield _cells(sweep.TITLES, False)
     yield _cells(["---"] * len(sweep.TITLES), False)
     points = []
-    for point in bench.points(ctx_start, most, tokens=gen_tokens, **contexts):
+    for point in bench.points(ctx_start, most, tokens=gen_tokens, fill=fill, **contexts):
         points.append(point)
         yield _cells(point.cells(), False)
     if csv:

@@ -13,7 +13,7 @@ from statistics import median
 
 import mlx.core as mx
 
-from .cache import Cache
+from .cache import Cache, Sequence
 from .draft import Block, Draft
 from .dspark import CONFIDENCE
 from .generate import Speculation, decode, prefill
@@ -80,23 +80,37 @@ class Sweep:
         self.bandwidth = copy_bandwidth()
 
     def points(
-        self, start: int, most: int, *, incr: int = 0, mul: float = 2.0, tokens: int = 64
+        self,
+        start: int,
+        most: int,
+        *,
+        incr: int = 0,
+        mul: float = 2.0,
+        tokens: int = 64,
+        fill: bool = False,
     ) -> Iterator[Point]:
-        """Contexts grow by `incr` tokens or `mul` times; at each `tokens` are generated."""
-        target, room = self.target, most + 3 * tokens + 64
-        cache = Cache(target.config, room)
+        """Contexts grow by `incr` tokens or `mul` times; at each `tokens` are generated.
+
+        fill: no prompt is read, every state is drawn at random.
+        """
+        target, more = self.target, 3 * tokens + 64
+        cache = Cache(target.config, most + more)
         context = self.draft.cache() if self.draft else None
         ids = random.Random(0).choices(range(target.config.vocab_size), k=most)
         ctx = start
         while ctx <= most:
             point = Point(ctx)
+            if fill:
+                cache = filled(Cache(target.config, ctx + more), ctx - 1)
+                context = context and filled(self.draft.cache(), ctx - 1)
             begin, stretch = time.perf_counter(), ids[cache.position : ctx]
             for streams, _ in prefill(  # noqa: B007
                 target, stretch, cache, chunk=self.chunk, draft=self.draft, context=context
             ):
                 pass
             seconds = time.perf_counter() - begin
-            point.prefill_tokens_per_second = len(stretch) / seconds
+            if not fill:
+                point.prefill_tokens_per_second = len(stretch) / seconds
             self._measure(point, streams, cache, context, tokens)
             yield point
             ctx = ctx + incr if incr else max(ctx + 1, round(ctx * mul))
@@ -179,6 +193,14 @@ class Sweep:
         return found
 
 
+def filled(cache: Sequence, position: int):
+    """The same cache with random states of `position` tokens."""
+    cache.replace([mx.random.normal(a.shape) for a in cache.arrays()])
+    mx.eval(cache.arrays())
+    cache.advance(position)
+    return cache
+
+
 def plot(points: list[Point], path: str):
     """Prefill and decode over the context, as an image of the kind that `path` ends with."""
     import matplotlib
@@ -188,7 +210,8 @@ def plot(points: list[Point], path: str):
 
     figure, axes = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6))
     ctx = [p.ctx for p in points]
-    axes[0].plot(ctx, [p.prefill_tokens_per_second for p in points], "o-", label="prefill")
+    if points[0].prefill_tokens_per_second:
+        axes[0].plot(ctx, [p.prefill_tokens_per_second for p in points], "o-", label="prefill")
     axes[1].plot(ctx, [p.decode_tokens_per_second for p in points], "o-", label="plain")
     for acceptance in ACCEPTANCE if points[0].forced else ():
         speeds = [p.decode_tokens_per_second * p.forced[acceptance] for p in points]
@@ -199,7 +222,7 @@ def plot(points: list[Point], path: str):
     for axis in axes:
         axis.set_xscale("log", base=2)
         axis.set_ylim(bottom=0)
-        axis.legend()
+    axes[1].legend()
     figure.tight_layout()
     figure.savefig(path)
 

@@ -11,7 +11,7 @@ from ds4mlx.generate import Speculation, decode, prefill
 from ds4mlx.graphs import Graphs
 from ds4mlx.sampling import Sampler
 from ds4mlx.schedule import Schedule
-from ds4mlx.sweep import Forced, Sweep, break_even, built, timed_tokens, token_bytes
+from ds4mlx.sweep import Forced, Sweep, break_even, built, filled, timed_tokens, token_bytes
 from ds4mlx.synthetic import flash
 from tests.golden_data import draft, target
 
@@ -136,3 +136,14 @@ def test_every_figure_of_a_point_is_measured():
         assert p.accepted[0.0] == 0 and p.cells()[-1].endswith("(0.0)")
         assert 0 < p.bandwidth_share < 1 and p.draft_ms > 0 and p.peak_bytes > 0
         assert all(math.isfinite(ratio) and ratio > 0.01 for ratio in p.forced.values())
+
+
+def test_contexts_can_be_filled_with_random_states():
+    sweep = Sweep(target("s1_w16_r8"), chunk=16)
+    points = list(sweep.points(16, 40, mul=2.0, tokens=12, fill=True))
+    assert [p.ctx for p in points] == [16, 32]
+    assert all(p.prefill_tokens_per_second is None for p in points)
+    assert all(p.decode_tokens_per_second > 0 for p in points)
+    cache = filled(Cache(target("s1_w16_r8").config, 40), 31)
+    assert cache.position == 31
+    assert all(mx.abs(a).max() > 0 for a in cache.live())
