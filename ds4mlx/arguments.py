@@ -254,7 +254,7 @@ VERBS = {
             Flag(("--step-incr",), "step_incr", "contexts grow by N tokens", _whole(1)),
             Flag(("--step-mul",), "step_mul", "contexts grow F times", _real(1, 100), default=2.0),
             Flag(("--gen-tokens",), "gen_tokens", "tokens at each context", _whole(8), default=64),
-            Flag(("--fill",), "fill", "fill contexts with random states instead of reading prompts"),
+            Flag(("--fill",), "fill", "fill contexts with random states, read no prompts"),
             Flag(("--prefill-chunk",), "chunk", "prompt tokens at a time", _whole(1), default=4096),
             Flag(
                 ("--synthetic",),

@@ -69,7 +69,8 @@ def sweep_rows(
     """Lines of a table: speed at contexts from `ctx_start` to `ctx_max`; see sweep.Sweep.
 
     `synthetic` names a recipe of synthetic.RECIPES in place of a model, `mtp` then makes a draft
-    of random weights too. `fill` draws states in place of reading prompts. Writes the figures to the files `csv` and `plot`.
+    of random weights too. With `fill` no prompt is read, and states are drawn. Writes the figures
+    to the files `csv` and `plot`.
     """
     from . import sweep
 
