@@ -1,7 +1,8 @@
 """Drafted greedy decoding is plain greedy decoding, tokens and live caches, bit for bit.
 
-The tests run a part of the comparisons; all of them, a quarter of an hour on two cores:
-python -m tests.test_identity --all
+The tests run a part of the comparisons; all of them, a quarter of an hour on two cores, and through
+the kernels where there is a GPU, or those of some types of experts:
+python -m tests.test_identity --all [mxfp4] [q4_k] [iq2_xxs]
 """
 
 import copy
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -21,6 +23,7 @@ import numpy as np
 import pytest
 
 import ds4mlx
+from ds4mlx import ops
 from ds4mlx.cache import Cache
 from ds4mlx.check import Recorder
 from ds4mlx.convert.pair import transcode
@@ -225,9 +228,10 @@ def test_kernels_draft_and_verify_what_they_decode_plainly():
         assert_same_state(mine, its)
 
 
-def main() -> int:
+def main(experts: Sequence[str]) -> int:
     counts, failed, start = Counter(), 0, time.perf_counter()
-    for case in all_cases():
+    cases = [case for case in all_cases() if case.experts in experts]
+    for case in cases:
         try:
             records = compared(case)
         except AssertionError as error:
@@ -239,11 +243,15 @@ def main() -> int:
         counts["accepted"] += sum(r["accepted"] for r in records)
     told = ", ".join(f"{n} {name}" for name, n in counts.items())
     seconds = time.perf_counter() - start
-    print(f"{len(all_cases())} continuations, {failed} differ; {told}; {seconds:.0f} s")
+    where = f"{mx.default_device()}, {ops.metal.backend() or 'references'}"
+    print(f"{where}: {len(cases)} continuations, {failed} differ; {told}; {seconds:.0f} s")
     return failed > 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["--all"]:
-        sys.exit("usage: python -m tests.test_identity --all")
-    sys.exit(main())
+    flag, *experts = sys.argv[1:] or [""]
+    if flag != "--all" or not set(experts) <= set(EXPERTS):
+        sys.exit(
+            f"usage: python -m tests.test_identity --all {' '.join(f'[{e}]' for e in EXPERTS)}"
+        )
+    sys.exit(main(experts or EXPERTS))
