@@ -17,7 +17,7 @@ from .chat import render
 from .config import TargetConfig
 from .draft import Block, Draft, DraftConfig
 from .errors import UsageError
-from .generate import Speculation, decode, prefill
+from .generate import Speculation, begun, decode, prefill
 from .loading import load_files
 from .parse import OutputParser
 from .report import DraftReport
@@ -254,8 +254,8 @@ class Session:
     """
 
     def __init__(self, target: Target, ctx: int, draft: Draft | None = None):
-        self._target, self._cache = target, Cache(target.config, ctx)
-        self._draft, self._context = draft, draft and draft.cache()
+        self._target, self._cache = target, begun(Cache(target.config, ctx))
+        self._draft, self._context = draft, draft and begun(draft.cache())
         self.hidden = None  # [n, taps * D] float32 of the last feed: the rows that DSpark reads
 
     def feed(self, ids: Sequence[int], *, chunk: int = CHUNK) -> mx.array:

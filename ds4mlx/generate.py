@@ -43,6 +43,12 @@ def prefill(
         yield streams, taps
 
 
+def begun(cache: Cache | DraftCache) -> Cache | DraftCache:
+    """The same cache, in memory: a lazy array belongs to the thread that built it."""
+    mx.eval(cache.arrays())
+    return cache
+
+
 def paced() -> Callable:
     """Evaluates what it is called with, two calls at a time.
 

@@ -120,6 +120,15 @@ def test_a_reply_may_be_read_in_another_thread(model, greedy):
         assert found == model.generate(PROMPT, tokens=24, **options).tokens
 
 
+def test_a_session_may_be_fed_in_another_thread(model):
+    ids, session, found = model.tokenizer.encode(PROMPT), model.session(ctx=64), []
+    thread = threading.Thread(target=lambda: found.append(np.array(session.feed(ids))))
+    thread.start()
+    thread.join()
+    assert np.array_equal(found[0], np.array(model.session(ctx=64).feed(ids)))
+    assert np.array(session.feed(ids)).shape == found[0].shape
+
+
 def test_a_model_may_be_loaded_in_another_thread(greedy):
     found = []
     thread = threading.Thread(target=lambda: found.append(ds4mlx.load()))
