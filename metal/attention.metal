@@ -6,95 +6,46 @@
 // the result are rotated back.
 //
 // The keys of query n are the rows of the last WINDOW positions, from the ring
-// or the block, then the first entries or those selected for it. Tiles of 8
-// keys form at most 32 splits; which keys a split holds depends on the length
-// of the query's own list. One simdgroup owns HEADS heads of a split, a lane a
-// 32nd of the channels: it reads FEW keys at a time, scores them, and adds them
-// with their weights. All float. Sums run over a lane's channels, then the
-// simdgroup; over keys upwards, then splits.
-constant constexpr int TILE = 8;
-constant constexpr int FEW = 4;
-constant constexpr int SPLITS = 32;  // a lane each in the merge
+// or the block, then the first entries or those selected for it. They form at
+// most 32 splits of whole FEW; which keys a split holds depends on the length
+// of the query's own list. A threadgroup stages FEW keys of a split while their
+// FEW followers are read, a simdgroup one of them. A simdgroup owns HEADS
+// heads, a lane a 32nd of the channels; a score and its weight are one lane's.
+// All float. Sums run over a lane's channels, then as in folds.h; over keys
+// upwards, then splits, DEEP and DEEP; in the denominator over every FEW-th key
+// first.
+#include "attention.h"
+#include "folds.h"
 
-struct attention_keys {
-  int first;    // position of the first row
-  int window;   // how many rows
-  int entries;  // how many entries
-  bool listed;  // they are those of `ids`
-};
-
-// What query n sees. Without CAUSAL all of a block see each other, and the
-// WINDOW positions before it. TOPK 0: nothing is selected.
-template <int WINDOW, int RATIO, int TOPK, bool CAUSAL>
-METAL_FUNC attention_keys attention_list(int position, int n, int N) {
-  int end = position + (CAUSAL ? n + 1 : N);
-  int first = max(0, CAUSAL ? end - WINDOW : position - WINDOW);
-  int ready = RATIO ? (position + n + 1) / max(RATIO, 1) : 0;
-  bool listed = TOPK && ready > TOPK;
-  return {first, end - first, listed ? TOPK : ready, listed};
-}
-
-METAL_FUNC int attention_split_size(attention_keys list) {
-  int tiles = (list.window + list.entries + TILE - 1) / TILE;
-  return (tiles + SPLITS - 1) / SPLITS * TILE;
-}
-
-struct attention_rows {
-  const device float* rows;     // [N, STRIDE] of the block
-  const device float* ring;     // [CAP, STRIDE] of the positions before it
-  const device float* entries;  // [C, DH]
-  int CAP;
-  int STRIDE;
-  int position;
-};
-
-template <typename I>
-METAL_FUNC const device float* attention_key(
-    attention_keys list, attention_rows from, I ids, int k, int DH) {
-  if (k < list.window) {
-    int t = list.first + k;
-    return t < from.position ? from.ring + t % from.CAP * from.STRIDE
-                             : from.rows + (t - from.position) * from.STRIDE;
-  }
-  k -= list.window;
-  return from.entries + ulong(list.listed ? int(ids[k]) : k) * DH;
-}
-
-// Rotate pairs by the cosines and sines from `turn` on, back if INVERSE.
-template <bool INVERSE, typename T>
-METAL_FUNC float4 attention_turn(float4 v, T turn) {
-  float2 sines = float2(turn[1], turn[3]);
-  sines = INVERSE ? -sines : sines;
-  return v * float4(turn[0], turn[0], turn[2], turn[2]) +
-         float4(-v.y, v.x, -v.w, v.z) * float4(sines.xx, sines.yy);
-}
-
-// Grid (simdgroups of HEADS heads, SPLITS, N).
+// Grid (32 * simdgroups of HEADS heads, SPLITS, N).
 template <int DH, int R, int HEADS, typename T, typename I>
 METAL_FUNC void attention_part(
     const device float* q,  // [N, H, DH]
     T turns,                // [N, R / 2] pairs: cosine, sine
     attention_rows from,
-    I ids,               // [N, TOPK]
-    device float* part,  // [N, SPLITS, H, DH], relative to its top
-    device float* stat,  // [N, SPLITS, H, 2]: top score, sum of exp
+    I ids,                       // [TOPK] of the query
+    device float* part,          // [N, SPLITS, H, DH], relative to its top
+    device float* stat,          // [N, SPLITS, H, 2]: top score, sum of exp
+    threadgroup float4* staged,  // [2, FEW, DH / 4]: steps in turn
     attention_keys list,
     float eps,
     int H,
-    int n,
-    int split,
+    uint3 group,  // of FEW * HEADS heads, split, N: which
     uint sg,
     uint lane) {
-  int head = sg * HEADS;
+  int n = group.z;
+  int head = (group.x * FEW + sg) * HEADS;
   int size = attention_split_size(list);
-  int first = split * size;
+  int first = group.y * size;
   int last = min(list.window + list.entries, first + size);
-  if (head >= H || first >= last) {
+  if (first >= last) {
     return;
   }
   constexpr int J = DH / 128;
-  float4 query[HEADS][J], sum[HEADS][J];
-  float top[HEADS], total[HEADS];
+  float4 query[HEADS][J], sum[HEADS][J], next[J];
+  uint place = 0;  // of the lane's key among 32
+  attention_read<J>(list, from, ids, first, first, last, place, next, sg, lane);
+#pragma unroll
   for (int h = 0; h < HEADS; h++) {
     int own = n * H + min(head + h, H - 1);
     const device float4* row = (const device float4*)(q + own * DH);
@@ -104,105 +55,157 @@ METAL_FUNC void attention_part(
       squares += dot(query[h][j], query[h][j]);
       sum[h][j] = 0;
     }
-    float scale = rsqrt(simd_sum(squares) / DH + eps);
+    float scale = rsqrt(simd_sum(squares) / DH + eps) * rsqrt(float(DH));
     for (int j = 0; j < J; j++) {
       int r = 4 * (32 * j + int(lane)) - (DH - R);
       query[h][j] *= scale;
       if (r >= 0) {
         query[h][j] = attention_turn<false>(query[h][j], turns + n * R + r);
       }
-      query[h][j] *= rsqrt(float(DH));
     }
-    top[h] = -INFINITY;
-    total[h] = 0;
   }
 
+  // Of the pairs of a head and one of FEW keys a lane has one.
+  constexpr int PAIRS = HEADS * FEW;
+  constexpr int APART = 32 / PAIRS;  // lanes of a pair
+  int own = lane / APART % FEW;
+  float top = -INFINITY;
+  float total = 0;
   for (int k = first; k < last; k += FEW) {
-    float4 key[FEW][J];
+    threadgroup float4* keys =
+        staged + (k - first) / FEW % 2 * (FEW * 32 * J) + lane;
+    for (int j = 0; j < J; j++) {
+      keys[32 * (sg * J + j)] = next[j];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (k + FEW < last) {
+      attention_read<J>(
+          list, from, ids, first, k + FEW, last, place, next, sg, lane);
+    }
+    float products[PAIRS];
+#pragma unroll
     for (int u = 0; u < FEW; u++) {
-      // Past the end the last key stands in, with weight 0.
-      const device float4* row = (const device float4*)attention_key(
-          list, from, ids, min(k + u, last - 1), DH);
+      float4 key[J];
       for (int j = 0; j < J; j++) {
-        key[u][j] = row[32 * j + lane];
+        key[j] = keys[32 * (u * J + j)];
+      }
+#pragma unroll
+      for (int h = 0; h < HEADS; h++) {
+        float product = 0;
+        for (int j = 0; j < J; j++) {
+          for (int i = 0; i < 4; i++) {
+            product = fma(query[h][j][i], key[j][i], product);
+          }
+        }
+        products[h * FEW + u] = product;
       }
     }
+    float score = folds<PAIRS, 32>(products, lane);
+    score = k + own < last ? score : -INFINITY;
+    float highest = max(top, score);
+    for (int apart = APART; apart < APART * FEW; apart *= 2) {
+      highest = max(highest, simd_shuffle_xor(highest, apart));
+    }
+    float fade = exp(top - highest);
+    float weight = exp(score - highest);
+    total = total * fade + weight;
+    top = highest;
+#pragma unroll
     for (int h = 0; h < HEADS; h++) {
-      float4 score = 0;
-      for (int u = 0; u < FEW; u++) {
-        for (int j = 0; j < J; j++) {
-          score[u] += dot(query[h][j], key[u][j]);
-        }
-      }
-      score = simd_sum(score);
-      float highest = top[h];
-      for (int u = 0; u < FEW; u++) {
-        score[u] = k + u < last ? score[u] : -INFINITY;
-        highest = max(highest, score[u]);
-      }
-      float fade = exp(top[h] - highest);
-      top[h] = highest;
-      float4 weight = exp(score - highest);
-      total[h] *= fade;
-      for (int u = 0; u < FEW; u++) {
-        total[h] += weight[u];
-      }
+      float faded = simd_shuffle(fade, APART * FEW * h);
       for (int j = 0; j < J; j++) {
-        sum[h][j] *= fade;
-        for (int u = 0; u < FEW; u++) {
-          sum[h][j] += weight[u] * key[u][j];
+        sum[h][j] *= faded;
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < FEW; u++) {
+      float4 key[J];
+      for (int j = 0; j < J; j++) {
+        key[j] = keys[32 * (u * J + j)];
+      }
+#pragma unroll
+      for (int h = 0; h < HEADS; h++) {
+        float share = simd_shuffle(weight, APART * (FEW * h + u));
+        for (int j = 0; j < J; j++) {
+          sum[h][j] += share * key[j];
         }
       }
     }
   }
 
+  for (int apart = APART; apart < APART * FEW; apart *= 2) {
+    total += simd_shuffle_xor(total, apart);
+  }
+  int to = (n * SPLITS + group.y) * H + head;
+  int h = lane / (APART * FEW);
+  if (lane % (APART * FEW) == 0 && head + h < H) {
+    stat[2 * (to + h)] = top;
+    stat[2 * (to + h) + 1] = total;
+  }
+#pragma unroll
   for (int h = 0; h < HEADS && head + h < H; h++) {
-    int own = (n * SPLITS + split) * H + head + h;
-    device float4* to = (device float4*)(part + own * DH);
     for (int j = 0; j < J; j++) {
-      to[32 * j + lane] = sum[h][j];
-    }
-    if (lane == 0) {
-      stat[2 * own] = top[h];
-      stat[2 * own + 1] = total[h];
+      ((device float4*)(part + (to + h) * DH))[32 * j + lane] = sum[h][j];
     }
   }
 }
 
-// Grid (DH / 4, H, N): one thread owns four channels of a head and adds the
-// query's splits upwards; lane s of every simdgroup weighs split s.
+// Grid (DH, H, N): a threadgroup of FEW simdgroups owns 128 channels of a head,
+// a simdgroup DEEP splits of them, a lane four channels.
 template <int DH, int R, typename T, typename S>
 METAL_FUNC void attention_merge(
     const device float* part,
     const device float* stat,
     T turns,
-    S sink,             // [H]
-    device float* out,  // [N, H, DH]
+    S sink,                      // [H]
+    device float* out,           // [N, H, DH]
+    threadgroup float* weights,  // [SPLITS]
+    threadgroup float4* sums,    // [FEW, 32]
     attention_keys list,
     int H,
-    uint3 pos,
+    uint3 group,  // of 128 channels, H, N: which
+    uint sg,
     uint lane) {
   int size = attention_split_size(list);
-  uint splits = (list.window + list.entries + size - 1) / size;
-  uint own = pos.z * SPLITS * H + pos.y;
-  float top = -INFINITY;
-  float total = 0;
-  if (lane < splits) {
-    top = stat[2 * (own + lane * H)];
-    total = stat[2 * (own + lane * H) + 1];
+  int keys = list.window + list.entries;
+  int h = group.y;
+  int n = group.z;
+  int at = 32 * group.x + lane;  // which four channels
+  const device float4* from = (const device float4*)part;
+  float4 some[DEEP];
+#pragma unroll
+  for (int i = 0; i < DEEP; i++) {
+    int s = sg * DEEP + i;
+    some[i] = 0;
+    if (s * size < keys) {
+      some[i] = from[((n * SPLITS + s) * H + h) * (DH / 4) + at];
+    }
   }
-  float highest = max(simd_max(top), sink[pos.y]);
-  float weight = exp(top - highest);
-  total = simd_sum(total * weight) + exp(sink[pos.y] - highest);
+  if (sg == 0) {  // lane s weighs split s
+    const device float* own = stat + 2 * ((n * SPLITS + lane) * H + h);
+    bool filled = int(lane) * size < keys;
+    float top = filled ? own[0] : -INFINITY;
+    float highest = max(simd_max(top), sink[h]);
+    float weight = exp(top - highest);
+    float total = simd_sum(filled ? own[1] * weight : 0);
+    weights[lane] = weight / (total + exp(sink[h] - highest));
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
   float4 sum = 0;
-  const device float4* from = (const device float4*)(part + own * DH);
-  for (uint s = 0; s < splits; s++) {
-    sum += simd_broadcast(weight, s) * from[s * H * (DH / 4) + pos.x];
+#pragma unroll
+  for (int i = 0; i < DEEP; i++) {
+    sum += weights[sg * DEEP + i] * some[i];
   }
-  sum /= total;
-  int r = 4 * int(pos.x) - (DH - R);
-  if (r >= 0) {
-    sum = attention_turn<true>(sum, turns + pos.z * R + r);
+  sums[32 * sg + lane] = sum;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (sg == 0) {
+    for (int s = 1; s < FEW; s++) {
+      sum += sums[32 * s + lane];
+    }
+    int r = 4 * at - (DH - R);
+    if (r >= 0) {
+      sum = attention_turn<true>(sum, turns + n * R + r);
+    }
+    ((device float4*)(out + (n * H + h) * DH))[at] = sum;
   }
-  ((device float4*)(out + (pos.z * H + pos.y) * DH))[pos.x] = sum;
 }

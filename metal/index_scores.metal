@@ -2,129 +2,146 @@
 //   score[n, c] = sum_h w[n, h] relu(q[n, h] . key[c]) for c < ready[n],
 // and minus infinity for the other entries.
 //
-// Grid (32 * ceil(HI / 8), stretches, N): a threadgroup owns a row, and of its
-// entries every stretches-th stretch of 64. A simdgroup owns eight heads, which
-// it prepares once, and a lane two entries of a stretch. Queries and keys are
-// staged 32 channels at a time. All float; a product is summed over channels
-// upwards, a score over the heads of a simdgroup, then simdgroups, upwards.
+// Grid (32 * ceil(HI / 8), shares, N): a threadgroup owns a row and a share of
+// its ready entries. A simdgroup owns eight heads, which it prepares once; each
+// half of it reads two entries at a time, a lane a 16th of the channels. All
+// float; a product is summed over a lane's channels, then as in folds.h, a
+// score over the heads of a simdgroup in pairs, then simdgroups upwards.
+#include "folds.h"
 #include "round_index.h"
 
-constant constexpr uint HEADS = 8;  // of a simdgroup
-constant constexpr uint ENTRIES = 64;
-constant constexpr uint PITCH = 9;  // float4 of a staged key: 8, and 1 to
-                                    // spread a simdgroup's reads over the banks
+constant constexpr uint HEADS = 8;     // of a simdgroup
+constant constexpr uint ENTRIES = 16;  // between two barriers
 
-// The C channels of a head that a lane holds, after the rotation.
-template <int C, typename T>
-METAL_FUNC void index_scores_query(
-    const device float* q,  // the head
-    T turn,                 // the row's
-    thread float* v,
-    uint R,
+// The simdgroup's heads: lane l of each half receives parts l and l + 16.
+template <int HI, int C, bool ROUNDED, typename T>
+METAL_FUNC void index_scores_queries(
+    const device vec<float, C>* q,  // [HI, 32]
+    T turn,                         // [R / 2] pairs: cosine, sine
+    thread vec<float, C>* query,    // [HEADS, 2]
+    int R,
+    uint sg,
     uint lane) {
-  for (uint i = 0; i < C; i++) {
-    uint d = lane * C + i;
-    v[i] = q[d];
-    if (d >= 32 * C - R) {
-      uint pair = (d - (32 * C - R)) / 2 * 2;
-      float other = q[d ^ 1];
-      v[i] = v[i] * turn[pair] +
-             other * (d % 2 ? turn[pair + 1] : -turn[pair + 1]);
+#pragma unroll
+  for (uint h = 0; h < HEADS; h++) {
+    query[2 * h] = q[min(sg * HEADS + h, uint(HI - 1)) * 32 + lane];
+  }
+  float cosines[C / 2], sines[C / 2];
+  for (int i = 0; i < C / 2; i++) {
+    int r = C * int(lane) + 2 * i - (32 * C - R);
+    cosines[i] = r < 0 ? 1 : turn[max(r, 0)];
+    sines[i] = r < 0 ? 0 : turn[max(r, 0) + 1];
+  }
+#pragma unroll
+  for (uint h = 0; h < HEADS; h++) {
+    vec<float, C> v = query[2 * h];
+    float own[C];
+    for (int i = 0; i < C; i += 2) {
+      own[i] = v[i] * cosines[i / 2] - v[i + 1] * sines[i / 2];
+      own[i + 1] = v[i + 1] * cosines[i / 2] + v[i] * sines[i / 2];
+    }
+    if (ROUNDED) {
+      round_index<C>(own, lane);
+    }
+    for (int i = 0; i < C; i++) {
+      float other = simd_shuffle_xor(own[i], 16);
+      query[2 * h][i] = lane < 16 ? own[i] : other;
+      query[2 * h + 1][i] = lane < 16 ? other : own[i];
     }
   }
 }
 
-template <int HI, int C, bool ROUNDED, typename T, typename W, typename L>
+template <
+    int HI,
+    int C,
+    int SIMDGROUPS,
+    bool ROUNDED,
+    typename T,
+    typename W,
+    typename L>
 METAL_FUNC void index_scores(
-    const device float* q,        // [N, HI, DI], DI = 32 C
-    T turn,                       // [N, R / 2] pairs: cosine, sine
-    W w,                          // [N, HI]
-    const device float* keys,     // [CAPACITY, DI]
-    L ready,                      // [N]
-    device float* scores,         // [N, CAPACITY]
-    threadgroup float4* queries,  // [HEADS * simdgroups, 8]
-    threadgroup float4* staged,   // [ENTRIES, PITCH]
-    threadgroup float* part,      // [simdgroups, ENTRIES]
-    uint R,
+    const device vec<float, C>* q,     // [N, HI, 32], DI = 32 C
+    T turn,                            // [N, R / 2] pairs: cosine, sine
+    W w,                               // [N, HI]
+    const device vec<float, C>* keys,  // [CAPACITY, 32]
+    L ready,                           // [N]
+    device float* scores,              // [N, CAPACITY]
+    threadgroup float* part,  // [2, SIMDGROUPS, ENTRIES]: steps in turn
+    int R,
     uint CAPACITY,
-    uint2 group,  // stretches, N: which
-    uint stretches,
-    uint simdgroups,
+    uint2 group,  // share, N: which
+    uint shares,
     uint sg,
     uint lane) {
   uint n = group.y;
   uint limit = ready[n];
-  float query[HEADS][C] = {};
-  float weight[HEADS] = {};
-  if (group.x * ENTRIES < limit) {
-#pragma unroll
-    for (uint h = 0; h < HEADS; h++) {
-      uint head = min(sg * HEADS + h, uint(HI - 1));
-      index_scores_query<C>(
-          q + (n * HI + head) * 32 * C, turn + n * R, query[h], R, lane);
-      if (ROUNDED) {
-        round_index<C>(query[h], lane);
-      }
-      weight[h] = sg * HEADS + h < HI ? w[n * HI + head] : 0;
-    }
-  }
-
   uint tid = 32 * sg + lane;
-  for (uint start = group.x * ENTRIES; start < CAPACITY;
-       start += stretches * ENTRIES) {
-    device float* out = scores + n * CAPACITY + start;
-    uint entries = min(ENTRIES, CAPACITY - start);
-    if (start >= limit) {
-      for (uint e = tid; e < entries; e += 32 * simdgroups) {
-        out[e] = -INFINITY;
-      }
-      continue;
-    }
-    float product[HEADS][2] = {};
-    for (uint chunk = 0; chunk < C; chunk++) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (uint i = tid; i < ENTRIES * 8; i += 32 * simdgroups) {
-        uint c =
-            min(start + i / 8, limit - 1);  // past the end the last stands in
-        staged[i / 8 * PITCH + i % 8] =
-            ((const device float4*)keys)[(c * C + chunk) * 8 + i % 8];
-      }
-      if (lane * C / 32 == chunk) {
-        for (uint h = 0; h < HEADS; h++) {
-          for (uint i = 0; i < C; i++) {
-            uint d = lane * C % 32 + i;
-            ((threadgroup float*)queries)[(sg * HEADS + h) * 32 + d] =
-                query[h][i];
-          }
-        }
-      }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (uint j = 0; j < 8; j++) {
-        float4 low = staged[lane * PITCH + j];
-        float4 high = staged[(lane + 32) * PITCH + j];
-        for (uint h = 0; h < HEADS; h++) {
-          float4 channels = queries[(sg * HEADS + h) * 8 + j];
-          for (uint i = 0; i < 4; i++) {
-            product[h][0] = fma(channels[i], low[i], product[h][0]);
-            product[h][1] = fma(channels[i], high[i], product[h][1]);
-          }
-        }
-      }
-    }
+  scores += n * CAPACITY;
+  for (uint c = limit + group.x * 32 * SIMDGROUPS + tid; c < CAPACITY;
+       c += shares * 32 * SIMDGROUPS) {
+    scores[c] = -INFINITY;
+  }
+  uint steps = (limit + shares * ENTRIES - 1) / (shares * ENTRIES);
+  uint start = group.x * steps * ENTRIES;
+  if (start >= limit) {
+    return;
+  }
+  uint stop = min(start + steps * ENTRIES, limit);
 
-    float2 sum = 0;
-    for (uint h = 0; h < HEADS; h++) {
-      sum += weight[h] * max(float2(product[h][0], product[h][1]), 0.0f);
-    }
-    part[sg * ENTRIES + lane] = sum.x;
-    part[sg * ENTRIES + lane + 32] = sum.y;
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint e = tid; e < entries; e += 32 * simdgroups) {
-      float score = 0;
-      for (uint s = 0; s < simdgroups; s++) {
-        score += part[s * ENTRIES + e];
+  vec<float, C> query[2 * HEADS];
+  index_scores_queries<HI, C, ROUNDED>(
+      q + n * HI * 32, turn + n * R, query, R, sg, lane);
+  // After a fold a lane has the product of one entry of two and one head.
+  uint slot = lane % 16;
+  uint own = sg * HEADS + lane % HEADS;
+  float weight = own < HI ? w[n * HI + min(own, uint(HI - 1))] : 0;
+
+  for (uint base = start; base < stop; base += ENTRIES) {
+    threadgroup float* sums =
+        part + base / ENTRIES % 2 * (ENTRIES * SIMDGROUPS);
+    // More at a time takes registers that a second threadgroup needs.
+#pragma unroll 2
+    for (uint e = 0; e < ENTRIES; e += 4) {
+      // Lanes 8 apart read two entries in turn, and exchange the second ones.
+      // Past the end the last entry stands in.
+      uint mine = base + e + 2 * (lane / 16) + slot / HEADS;
+      float products[2][HEADS];
+#pragma unroll
+      for (uint b = 0; b < 2; b++) {
+        uint c = min(mine ^ b, limit - 1);
+        vec<float, C> low = keys[c * 32 + slot];
+        vec<float, C> high = keys[c * 32 + slot + 16];
+#pragma unroll
+        for (uint h = 0; h < HEADS; h++) {
+          float product = 0;
+          for (int i = 0; i < C; i++) {
+            product = fma(query[2 * h][i], low[i], product);
+          }
+          for (int i = 0; i < C; i++) {
+            product = fma(query[2 * h + 1][i], high[i], product);
+          }
+          products[b][h] = product;
+        }
       }
-      out[e] = start + e < limit ? score : -INFINITY;
+#pragma unroll
+      for (uint h = 0; h < HEADS; h++) {
+        products[0][h] += simd_shuffle_xor(products[1][h], HEADS);
+      }
+      float score = weight * max(folds<HEADS, HEADS>(products[0], lane), 0.0f);
+      for (uint apart = 1; apart < HEADS; apart *= 2) {
+        score += simd_shuffle_xor(score, apart);
+      }
+      if (lane % HEADS == 0) {
+        sums[sg * ENTRIES + mine - base] = score;
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (tid < ENTRIES && base + tid < stop) {
+      float score = 0;
+      for (uint s = 0; s < SIMDGROUPS; s++) {
+        score += sums[s * ENTRIES + tid];
+      }
+      scores[base + tid] = score;
     }
   }
 }

@@ -3,14 +3,17 @@
 // channels are rotated in adjacent pairs, and where ROUNDED the others go
 // through fp8 as in round_kv. The row is a product (the low-rank query, the
 // key row), or a window of RATIO tokens pooled over its candidates m,
-//   v[d] = sum_m c[m, d] exp(s[m, d] - top) / sum_m exp(s[m, d] - top).
-// For ratio 4 these are the first halves of the rows before the window and the
-// second halves of its own.
+//   v[d] = sum_m c[m, d] exp(s[m, d] - top) / sum_m exp(s[m, d] - top),
+// where top is the largest of the first FEW, 2 FEW ... as the sums grow. For
+// ratio 4 the candidates are the first halves of the rows before the window and
+// the second halves of its own.
 //
 // A threadgroup owns a row; a simdgroup every eighth block of 64 channels, a
 // lane two of each. All float. Squares are summed over a lane's channels, then
 // the simdgroup, then simdgroups upwards; candidates upwards.
 #include "round_kv.metal"
+
+constant constexpr int FEW = 8;  // candidates that a lane reads at a time
 
 struct latents_product {
   const device float* row;  // [D]
@@ -48,12 +51,13 @@ METAL_FUNC latents_pool<A> latents_made(latents_window rows, A ape) {
 template <typename A>
 METAL_FUNC float2 latents_candidate(latents_pool<A> from, int t, uint d) {
   latents_window w = from.rows;
-  if (t < w.position) {
-    const device float* row = w.ring + ulong(t % w.CAP) * w.STRIDE;
-    return float2(row[d], row[w.WIDTH + d]);
-  }
-  uint at = (t - w.position) * w.WIDTH + d;
-  return float2(w.c[at], w.s[at] + float(from.ape[t % w.RATIO * w.WIDTH + d]));
+  bool kept = t < w.position;
+  const device float* old = w.ring + ulong(t % w.CAP) * w.STRIDE + d;
+  uint at = kept ? 0 : (t - w.position) * w.WIDTH + d;
+  float ape = from.ape[t % w.RATIO * w.WIDTH + d];
+  float c = *(kept ? old : w.c + at);
+  float s = *(kept ? old + w.WIDTH : w.s + at);
+  return float2(c, kept ? s : s + ape);
 }
 
 template <typename A>
@@ -61,21 +65,31 @@ METAL_FUNC float latents_channel(latents_pool<A> from, uint d) {
   latents_window w = from.rows;
   bool overlaps = w.RATIO == 4;
   int own = w.window * w.RATIO;
-  int first = overlaps && own > 0 ? own - w.RATIO : own;
+  int first = overlaps ? own - w.RATIO : own;
   uint half_width = overlaps ? w.WIDTH / 2 : 0;
   float top = -INFINITY;
-  for (int t = first; t < own + w.RATIO; t++) {
-    uint column = t < own ? d : half_width + d;
-    top = max(top, latents_candidate(from, t, column).y);
-  }
   float sum = 0;
   float total = 0;
-  for (int t = first; t < own + w.RATIO; t++) {
-    uint column = t < own ? d : half_width + d;
-    float2 candidate = latents_candidate(from, t, column);
-    float weight = exp(candidate.y - top);
-    sum += weight * candidate.x;
-    total += weight;
+  for (int start = first; start < own + w.RATIO; start += FEW) {
+    float2 candidate[FEW];
+    float highest = top;
+#pragma unroll
+    for (int i = 0; i < FEW; i++) {
+      // Before the first window nothing is; its own tokens stand in.
+      int t = start + i < 0 ? start + i + w.RATIO : start + i;
+      candidate[i] = latents_candidate(from, t, t < own ? d : half_width + d);
+      candidate[i].y = start + i < 0 ? -INFINITY : candidate[i].y;
+      highest = max(highest, candidate[i].y);
+    }
+    float fade = exp(top - highest);
+    sum *= fade;
+    total *= fade;
+    for (int i = 0; i < FEW; i++) {
+      float weight = exp(candidate[i].y - highest);
+      sum += weight * candidate[i].x;
+      total += weight;
+    }
+    top = highest;
   }
   return sum / total;
 }

@@ -7,7 +7,8 @@
 METAL_FUNC float round_e2m1(float x) {
   float size = min(fabs(x), 6.0f);
   float step = size < 2 ? 0.5f : size < 4 ? 1.0f : 2.0f;
-  return copysign(rint(size / step) * step, x);
+  float steps = size < 2 ? 2.0f : size < 4 ? 1.0f : 0.5f;
+  return copysign(rint(size * steps) * step, x);
 }
 
 template <int C>  // DI / 32: 1, 2, 4 or 8
@@ -22,9 +23,10 @@ METAL_FUNC void round_index(thread float* v, uint lane) {
     }
   }
   for (ushort apart = 1; apart < 32; apart *= 2) {
+    float sign = lane & apart ? -1 : 1;
     for (int i = 0; i < C; i++) {
       float other = simd_shuffle_xor(v[i], apart);
-      v[i] = lane & apart ? other - v[i] : v[i] + other;
+      v[i] = fma(v[i], sign, other);
     }
   }
 
@@ -42,8 +44,10 @@ METAL_FUNC void round_index(thread float* v, uint lane) {
     largest = max(largest, simd_shuffle_xor(largest, apart));
   }
   uint bits = as_type<uint>(largest * (1.0f / 6));
-  float scale = as_type<float>((bits + 0x7fffff) >> 23 << 23);
+  uint exponent = (bits + 0x7fffff) >> 23;
+  float scale = as_type<float>(exponent << 23);
+  float inverse = as_type<float>((254 - exponent) << 23);
   for (int i = 0; i < C; i++) {
-    v[i] = round_e2m1(v[i] / scale) * scale;
+    v[i] = round_e2m1(v[i] * inverse) * scale;
   }
 }

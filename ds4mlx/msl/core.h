@@ -9,6 +9,7 @@
 namespace metal { namespace mstd = cuda::std; }
 #define MSL_FN __host__ __device__ inline
 #define MSL_MATH(f) ::f
+#define MSL_RSQRT(x) ::rsqrtf(x)
 #else
 #include <stddef.h>
 #include <stdint.h>
@@ -16,6 +17,7 @@ namespace metal { namespace mstd = cuda::std; }
 namespace metal { namespace mstd = std; }
 #define MSL_FN inline
 #define MSL_MATH(f) __builtin_##f
+#define MSL_RSQRT(x) (1.0f / __builtin_sqrtf(x))
 #endif
 #define MSL_CX constexpr MSL_FN
 #define MSL_IF(...) mstd::enable_if_t<(__VA_ARGS__), int> = 0
@@ -126,6 +128,16 @@ template <class T> constexpr bool is_arithmetic_v = is_integral_v<T> || is_float
 
 // ---- vectors
 template <class T, int N> struct vec;
+template <class T, int N> MSL_FN void msl_copy(T (&to)[N], const T (&from)[N]) {
+#ifdef __CUDACC__  // one load or store, not one an element
+  constexpr size_t size = sizeof(to);
+  if constexpr (size == 4) *(unsigned*)to = *(const unsigned*)from;
+  else if constexpr (size == 8) *(::uint2*)to = *(const ::uint2*)from;
+  else if constexpr (size == 16) *(::uint4*)to = *(const ::uint4*)from;
+  else
+#endif
+  for (int i = 0; i < N; i++) to[i] = from[i];
+}
 template <class V, class T, int N, int... I> struct msl_swizzle {  // in a union over the vector
   T d[N];
   msl_swizzle() = default;
@@ -164,7 +176,7 @@ template <class V, class T, int N, int... I> struct msl_swizzle {  // in a union
   vec() = default;                                                                         \
   vec(const vec&) = default;                                                               \
   MSL_FN vec& operator=(const vec& o) {                                                    \
-    for (int i = 0; i < N; i++) e[i] = o.e[i];                                             \
+    msl_copy(e, o.e);                                                                      \
     return *this;                                                                          \
   }                                                                                        \
   template <class U, MSL_IF(!is_same_v<U, T>)> MSL_FN explicit vec(const vec<U, N>& o) {   \
@@ -269,7 +281,7 @@ template <class To, class From> MSL_FN To as_type(const From& from) {
   MSL_MAP1(name, decltype(a))
 MSL_REAL1(exp, MSL_MATH(expf)(x)) MSL_REAL1(exp2, MSL_MATH(exp2f)(x)) MSL_REAL1(log, MSL_MATH(logf)(x))
 MSL_REAL1(log2, MSL_MATH(log2f)(x)) MSL_REAL1(sqrt, MSL_MATH(sqrtf)(x))
-MSL_REAL1(rsqrt, 1.0f / MSL_MATH(sqrtf)(x)) MSL_REAL1(sin, MSL_MATH(sinf)(x))
+MSL_REAL1(rsqrt, MSL_RSQRT(x)) MSL_REAL1(sin, MSL_MATH(sinf)(x))
 MSL_REAL1(cos, MSL_MATH(cosf)(x)) MSL_REAL1(tanh, MSL_MATH(tanhf)(x))
 MSL_REAL1(floor, MSL_MATH(floorf)(x)) MSL_REAL1(ceil, MSL_MATH(ceilf)(x))
 MSL_REAL1(trunc, MSL_MATH(truncf)(x)) MSL_REAL1(round, MSL_MATH(roundf)(x))
@@ -300,8 +312,9 @@ MSL_REAL2(fmax, fmaxf)
 #define MSL_ANY2(name, op)                                                                   \
   template <class A, class B, MSL_IF(is_arithmetic_v<A> && is_arithmetic_v<B>)>              \
   MSL_FN auto name(A a_, B b_) {                                                             \
-    msl_common_t<A, B> a = a_, b = b_;                                                       \
-    return a != a ? b : b op a ? b : a;  /* a number before a NaN */                         \
+    msl_common_t<A, B> a = a_, b = b_;  /* a number before a NaN */                          \
+    if constexpr (is_same_v<decltype(a), float>) return MSL_MATH(f##name##f)(a, b);          \
+    else return a != a ? b : b op a ? b : a;                                                 \
   }                                                                                          \
   MSL_MAP2(name)
 MSL_ANY2(min, <) MSL_ANY2(max, >)

@@ -52,6 +52,12 @@ template <class A> __device__ inline auto simd_prefix_exclusive_sum(const A& v) 
   auto before = simd_shuffle_up(simd_prefix_inclusive_sum(v), 1);
   return msl_lane() ? before : (msl_value_t<A>)0;
 }
+#if __CUDA_ARCH__ >= 800
+__device__ inline uint simd_sum(uint a) { return __reduce_add_sync(0xffffffffu, a); }
+#endif
+__device__ inline uint popcount(uint a) { return __popc(a); }
+__device__ inline uint ctz(uint a) { return a ? __ffs(a) - 1 : 32; }
+__device__ inline uint clz(uint a) { return __clz(a); }
 __device__ inline bool simd_all(bool v) { return __all_sync(0xffffffffu, v); }
 __device__ inline bool simd_any(bool v) { return __any_sync(0xffffffffu, v); }
 __device__ inline simd_vote simd_ballot(bool v) { return simd_vote(__ballot_sync(0xffffffffu, v)); }

@@ -9,7 +9,7 @@ from . import metal
 from .rms_norm import rms_norm
 from .rope import rope
 
-_SPLITS, _HEADS = 32, 2  # of attention.metal; heads that a simdgroup owns
+_FEW, _SPLITS, _HEADS = 4, 32, 4  # of attention.metal; heads that a simdgroup owns
 _BLOCK = 128  # query rows that prefill handles at a time
 
 
@@ -38,7 +38,7 @@ def attention(
     W is a multiple of 4. Without `causal` every query sees `window` positions before the block
     and all of the block (a draft's, model 16.2).
     `position` is an int where the reference is taken. The kernel takes up to FEW rows, Dh of
-    whole 128 channels and R of whole 4.
+    whole 128 channels up to 1,024, and R of whole 4.
     """
     N, H, Dh = q.shape
     R = 2 * turns.shape[-1]
@@ -61,8 +61,6 @@ def attention(
     entries = rows if entries is None else entries
     template = {"DH": Dh, "R": R, "WINDOW": window, "RATIO": ratio, "TOPK": topk, "CAUSAL": causal}
     where, turns = metal.scalar(position), turns.view(mx.float32)
-    pairs = -(-H // _HEADS)  # of heads, a simdgroup each
-    group = 32 * min(4, pairs)
     part, stat = _part(eps)(
         q,
         turns,
@@ -71,9 +69,9 @@ def attention(
         entries,
         selected if topk else rows,
         where,
-        template=template | {"HEADS": _HEADS},
-        grid=(metal.round_up(32 * pairs, group), _SPLITS, N),
-        group=(group, 1, 1),
+        template=template,
+        grid=(metal.round_up(32 * -(-H // _HEADS), 32 * _FEW), _SPLITS, N),
+        group=(32 * _FEW, 1, 1),
         shapes=[(N, _SPLITS, H, Dh), (N, _SPLITS, H, 2)],
         dtypes=[mx.float32, mx.float32],
     )
@@ -84,8 +82,8 @@ def attention(
         sink,
         where,
         template=template,
-        grid=(Dh // 4, H, N),
-        group=(Dh // 4, 1, 1),
+        grid=(Dh, H, N),
+        group=(32 * _FEW, 1, 1),
         shapes=[q.shape],
         dtypes=[mx.float32],
     )
@@ -94,7 +92,7 @@ def attention(
 
 def attends(Dh: int, R: int) -> bool:
     """Whether the kernel is there for heads of Dh channels, of which R are rotated."""
-    return Dh % 128 == 0 and R % 4 == 0
+    return Dh % 128 == 0 and Dh <= 1024 and R % 4 == 0
 
 
 def attention_reference(
@@ -137,12 +135,16 @@ def attention_reference(
 
 
 _LIST = "attention_list<WINDOW, RATIO, TOPK, CAUSAL>(position, threadgroup_position_in_grid.z"
+_PLACE = """threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
+    thread_index_in_simdgroup"""
 _merge = metal.Kernel(
     "attention",
     inputs=["part", "stat", "turns", "sink", "position"],
     outputs=["out"],
-    call=f"""attention_merge<DH, R>(part, stat, turns, sink, out, {_LIST}, part_shape[0]),
-    part_shape[2], thread_position_in_grid, thread_index_in_simdgroup);""",
+    call=f"""threadgroup float weights[{_SPLITS}];
+threadgroup float4 sums[{32 * _FEW}];
+attention_merge<DH, R>(part, stat, turns, sink, out, weights, sums, {_LIST}, part_shape[0]),
+    part_shape[2], {_PLACE});""",
 )
 
 
@@ -153,13 +155,11 @@ def _part(eps: float) -> metal.Kernel:
         inputs=["q", "turns", "rows", "ring", "entries", "ids", "position"],
         outputs=["part", "stat"],
         partial=True,
-        call=f"""attention_keys list = {_LIST}, q_shape[0]);
+        call=f"""threadgroup float4 staged[2 * {_FEW} * DH / 4];
+attention_keys list = {_LIST}, q_shape[0]);
 attention_rows from = {{rows, ring, entries, int(ring_shape[0]), int(ring_shape[1]), position}};
-uint n = threadgroup_position_in_grid.z;
-uint sg = threadgroup_position_in_grid.x * simdgroups_per_threadgroup
-    + simdgroup_index_in_threadgroup;
-attention_part<DH, R, HEADS>(q, turns, from, ids + n * TOPK, part, stat, list, {eps}f,
-    q_shape[1], n, threadgroup_position_in_grid.y, sg, thread_index_in_simdgroup);""",
+attention_part<DH, R, {_HEADS}>(q, turns, from, ids + threadgroup_position_in_grid.z * TOPK, part,
+    stat, staged, list, {eps}f, q_shape[1], {_PLACE});""",
     )
 
 

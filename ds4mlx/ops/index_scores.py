@@ -5,20 +5,19 @@ import mlx.core as mx
 from ..rows import FEW, each_row
 from . import metal
 from .rope import rope
-from .round_index import WIDTHS, round_index
+from .round_index import round_index
 
-_HEADS, _ENTRIES, _PITCH = 8, 64, 9  # of index_scores.metal
-_STRETCHES = 512  # threadgroups of a row at most: enough to fill a GPU
+_HEADS, _ENTRIES = 8, 16  # of index_scores.metal
+_SHARES = 264  # threadgroups at most: enough to fill a GPU, each prepares its queries
 _kernel = metal.Kernel(
     "index_scores",
     inputs=["q", "turn", "w", "keys", "ready"],
     outputs=["scores"],
-    call=f"""threadgroup float4 queries[SIMDGROUPS * {_HEADS} * 8];
-threadgroup float4 staged[{_ENTRIES * _PITCH}];
-threadgroup float part[SIMDGROUPS * {_ENTRIES}];
-index_scores<HI, C, ROUNDED>(q, turn, w, keys, ready, scores, queries, staged, part, R,
-    keys_shape[0], threadgroup_position_in_grid.yz, threadgroups_per_grid.y,
-    simdgroups_per_threadgroup, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
+    call=f"""threadgroup float part[2 * SIMDGROUPS * {_ENTRIES}];
+index_scores<HI, C, SIMDGROUPS, ROUNDED>((const device vec<float, C>*)q, turn, w,
+    (const device vec<float, C>*)keys, ready, scores, part, R, keys_shape[0],
+    threadgroup_position_in_grid.yz, threadgroups_per_grid.y, simdgroup_index_in_threadgroup,
+    thread_index_in_simdgroup);""",
 )
 
 
@@ -28,12 +27,12 @@ def index_scores(q, rotation, w, keys, ready: mx.array, *, rounded: bool) -> mx.
     q [N, Hi, Di] float32, as wq_b gives it; rotation [N, R / 2] complex64; w [N, Hi], keys
     [C, Di] float32, rounded before; ready [N] int32: how many entries each row may see
     -> [N, C] float32, minus infinity at and past a row's `ready`. The kernel takes up to FEW
-    rows, 128 heads, and Di of 32 to 256.
+    rows, 128 heads, and Di of 64 or 128.
     """
     N, Hi, Di = q.shape
-    if not metal.enabled() or N > FEW or Di not in WIDTHS or Hi > 128:
+    if not metal.enabled() or N > FEW or Di not in (64, 128) or Hi > 128:
         return index_scores_reference(q, rotation, w, keys, ready, rounded=rounded)
-    C = keys.shape[0]
+    capacity, R = keys.shape[0], 2 * rotation.shape[1]
     simdgroups = -(-Hi // _HEADS)
     (scores,) = _kernel(
         q,
@@ -44,13 +43,13 @@ def index_scores(q, rotation, w, keys, ready: mx.array, *, rounded: bool) -> mx.
         template={
             "HI": Hi,
             "C": Di // 32,
-            "R": 2 * rotation.shape[1],
+            "R": R,
             "ROUNDED": rounded,
             "SIMDGROUPS": simdgroups,
         },
-        grid=(32 * simdgroups, min(-(-C // _ENTRIES), _STRETCHES), N),
+        grid=(32 * simdgroups, min(-(-capacity // _ENTRIES), _SHARES // N), N),
         group=(32 * simdgroups, 1, 1),
-        shapes=[(N, C)],
+        shapes=[(N, capacity)],
         dtypes=[mx.float32],
     )
     return scores

@@ -18,6 +18,9 @@ def make(C, k, ready, distinct):
 CASES = {
     "few": Case(lambda: make(9, 3, [9, 0, 1, 2, 3, 4, 5, 8], 4), "check"),
     "ties": Case(lambda: make(1333, 70, [1333, 69, 70, 71, 1023, 1024, 1025, 1100], 9), "check"),
+    "chunks": Case(
+        lambda: make(17000, 40, [17000, 0, 39, 16384, 16385, 16400, 16424, 16425], 1e4), "guard"
+    ),
     "flash": Case(
         lambda: make(9000, 512, [9000, 511, 512, 513, 4095, 4096, 4097, 8999], 1e7), "guard"
     ),

@@ -33,7 +33,7 @@ def make(Hi, Di, R, C, ready, rounded):
 FLASH = (64, 128, 64, 300, [300, 0, 1, 64, 65, 200, 299, 300])
 ODD = (9, 64, 6, 131, [131, 0, 1, 63, 64, 65, 128, 130])
 CASES = {
-    "one head": Case(lambda: make(1, 32, 2, 9, range(1, 9), False), "check", atol=2e-5),
+    "one head": Case(lambda: make(1, 64, 2, 9, range(1, 9), False), "check", atol=2e-5),
     "odd": Case(lambda: make(*ODD, True), "check", atol=1e-4),
     "flash": Case(lambda: make(*FLASH, False), "guard", atol=4e-4),
     "flash rounded": Case(lambda: make(*FLASH, True), "guard", atol=4e-4),
@@ -46,9 +46,9 @@ def test_kernel_matches_reference_and_rows_equal_rows_alone(case):
 
 
 def test_a_threadgroup_walks_over_several_stretches(monkeypatch):
-    monkeypatch.setattr(sys.modules["ds4mlx.ops.index_scores"], "_STRETCHES", 2)
+    monkeypatch.setattr(sys.modules["ds4mlx.ops.index_scores"], "_SHARES", 16)
     entries = [500, 0, 64, 65, 192, 193, 320, 499]
-    Case(lambda: make(3, 32, 2, 500, entries, True), "check", atol=1e-4).verify()
+    Case(lambda: make(3, 64, 2, 500, entries, True), "check", atol=1e-4).verify()
 
 
 def golden(kind):
