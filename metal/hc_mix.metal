@@ -7,65 +7,102 @@
 //
 // Two launches, all float. In the first a threadgroup owns a chunk of 256
 // channels for all tokens: a thread writes its channel, then a simdgroup reads
-// a row of fn once and multiplies it with each token. In the second a
-// threadgroup owns a token. Sums run over a lane's channels, then the
-// simdgroup, then simdgroups or chunks; over j upwards.
+// its rows of fn once and multiplies them with each token. In the second two
+// threadgroups own a token, one for y and one for post and comb. Sums run over
+// a lane's channels, then the simdgroup (sums.h), then simdgroups or chunks;
+// over j upwards.
+#include "sums.h"
+
 constant constexpr uint CHUNK = 256;
 
 // Grid (256, ceil(K / CHUNK)).
-template <bool WRITTEN, int HC, typename T, typename P, typename C>
+template <
+    bool WRITTEN,
+    int HC,
+    int ROWS,
+    typename T,
+    typename P,
+    typename C>
 METAL_FUNC void hc_mix_part(
-    const device float* from,  // [N, HC, D]
+    const device float* from,  // [N, HC, D], N of ROWS - 1 or ROWS
     const device float* y,     // [N, D]; if not WRITTEN anything
     P post,                    // [N, HC]
     C comb,                    // [N, HC, HC]
     const device T* fn,        // [M, K]
     device float* x,           // [N, HC, D]
     device float* part,        // [N, CHUNKS, M + 1], the last: sum of x^2
-    threadgroup float* chunk,  // [8, CHUNK]
+    threadgroup float* chunk,  // [ROWS, CHUNK]
     uint N,
-    uint M,
     uint D,
     uint2 group,  // which chunk of how many
     uint sg,
     uint lane) {
+  constexpr uint SIMDGROUPS = CHUNK / 32;
+  constexpr uint M = (2 + HC) * HC;
+  constexpr uint EACH = (M + SIMDGROUPS - 1) / SIMDGROUPS;  // rows of fn
+  constexpr uint VALUES = EACH * ROWS;
+  constexpr uint WIDTH = VALUES > 16 ? 32 : VALUES > 8 ? 16 : 8;
   uint K = HC * D;
   uint start = group.x * CHUNK;
+  // The rows of fn are under way while the channels are made.
+  float weight[EACH][SIMDGROUPS];
+#pragma unroll
+  for (uint e = 0; e < EACH; e++) {
+#pragma unroll
+    for (uint i = 0; i < SIMDGROUPS; i++) {
+      uint k = start + 32 * i + lane;
+      uint m = min(sg + SIMDGROUPS * e, M - 1);
+      weight[e][i] = k < K ? float(fn[m * K + k]) : 0;
+    }
+  }
   uint own = start + 32 * sg + lane;
-  for (uint n = 0; n < N; n++) {
-    float channel = own < K ? from[n * K + own] : 0;
-    if (WRITTEN && own < K) {
-      uint k = own / D;
-      uint d = own % D;
-      channel = 0;
+  uint k = min(own, K - 1) / D;
+  uint d = min(own, K - 1) % D;
+#pragma unroll
+  for (uint row = 0; row < ROWS; row++) {
+    uint n = min(row, N - 1);
+    float channel = 0;
+    if (WRITTEN) {
+#pragma unroll
       for (uint j = 0; j < HC; j++) {
         channel += comb[(n * HC + j) * HC + k] * from[n * K + j * D + d];
       }
       channel += post[n * HC + k] * y[n * D + d];
+    } else {
+      channel = from[n * K + k * D + d];
     }
-    if (own < K) {
+    chunk[row * CHUNK + 32 * sg + lane] = own < K ? channel : 0;
+    if (own < K && row < N) {
       x[n * K + own] = channel;
     }
-    chunk[n * CHUNK + 32 * sg + lane] = channel;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint m = sg; m <= M; m += CHUNK / 32) {
-    float weight[CHUNK / 32] = {};
-    for (uint i = 0; m < M && i < CHUNK / 32; i++) {
-      uint k = start + 32 * i + lane;
-      weight[i] = k < K ? float(fn[m * K + k]) : 0;
-    }
-    for (uint n = 0; n < N; n++) {
-      float sum = 0;
-      for (uint i = 0; i < CHUNK / 32; i++) {
-        float channel = chunk[n * CHUNK + 32 * i + lane];
-        sum += (m < M ? weight[i] : channel) * channel;
-      }
-      sum = simd_sum(sum);
-      if (lane == 0) {
-        part[(n * group.y + group.x) * (M + 1) + m] = sum;
+
+  float sums[WIDTH] = {};
+  float squares = 0;
+#pragma unroll
+  for (uint i = 0; i < SIMDGROUPS; i++) {
+#pragma unroll
+    for (uint n = 0; n < ROWS; n++) {
+      float channel = chunk[n * CHUNK + 32 * i + lane];
+#pragma unroll
+      for (uint e = 0; e < EACH; e++) {
+        sums[n * EACH + e] += weight[e][i] * channel;
       }
     }
+    float channel = chunk[min(sg, ROWS - 1u) * CHUNK + 32 * i + lane];
+    squares += channel * channel;
+  }
+  squares = simd_sum(squares);
+  float sum = lane_sums<WIDTH>(sums, lane);
+  uint n = lane / EACH;
+  uint m = sg + SIMDGROUPS * (lane % EACH);
+  if (lane < VALUES && n < N && m < M) {
+    part[(n * group.y + group.x) * (M + 1) + m] = sum;
+  }
+  // Simdgroup n has added the squares of token n.
+  if (lane == 0 && sg < N) {
+    part[(sg * group.y + group.x) * (M + 1) + M] = squares;
   }
 }
 
@@ -93,10 +130,9 @@ METAL_FUNC float hc_mix_sinkhorn(float a, float hc_eps) {
   return a;
 }
 
-// Grid (32 * SIMDGROUPS, N). Lane m of a simdgroup adds every SIMDGROUPS-th
-// chunk of value m; the first simdgroup makes the coefficients; HC is 2 or 4
-// and lanes past the values repeat others'. Then a thread owns AHEAD channels,
-// 32 * SIMDGROUPS apart.
+// Grid (32 * SIMDGROUPS, N, 2). Lane m of a simdgroup adds every SIMDGROUPS-th
+// chunk of value m; HC is 2 or 4 and lanes past the values repeat others'. For
+// y a thread owns AHEAD channels, 32 * SIMDGROUPS apart.
 template <
     int HC,
     int ITERATIONS,
@@ -121,26 +157,31 @@ METAL_FUNC void hc_mix_finish(
     uint D,
     uint CHUNKS,
     uint n,
+    bool for_y,
     uint sg,
     uint lane) {
   constexpr uint M = (2 + HC) * HC;
   constexpr uint THREADS = 32 * SIMDGROUPS;
-  // A thread's first channels are under way while the coefficients are made.
+  // A thread's channels are under way while the coefficients are made.
   float ahead[AHEAD][HC];
+#pragma unroll
   for (uint i = 0; i < AHEAD; i++) {
     uint d = min(THREADS * i + 32 * sg + lane, D - 1);
+#pragma unroll
     for (uint j = 0; j < HC; j++) {
-      ahead[i][j] = x[(n * HC + j) * D + d];
+      ahead[i][j] = for_y ? x[(n * HC + j) * D + d] : 0;
     }
   }
   uint value = min(lane, M);
   float sum = 0;
+#pragma unroll 4
   for (uint c = sg; c < CHUNKS; c += SIMDGROUPS) {
     sum += part[(n * CHUNKS + c) * (M + 1) + value];
   }
   sums[32 * sg + lane] = sum;
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (sg == 0) {
+#pragma unroll
     for (uint s = 1; s < SIMDGROUPS; s++) {
       sum += sums[32 * s + lane];
     }
@@ -148,24 +189,33 @@ METAL_FUNC void hc_mix_finish(
     uint gate = lane % (2 * HC);
     float m = simd_shuffle(sum, gate) * scaled * scale[gate / HC] + base[gate];
     float sigmoid = 1 / (1 + exp(-m));
-    if (lane < HC) {
-      weights[lane] = sigmoid + hc_eps;
-    } else if (lane < 2 * HC) {
-      post[n * HC + lane - HC] = 2 * sigmoid;
+    if (for_y) {
+      if (lane < HC) {
+        weights[lane] = sigmoid + hc_eps;
+      }
+    } else {
+      if (lane >= HC && lane < 2 * HC) {
+        post[n * HC + lane - HC] = 2 * sigmoid;
+      }
+      uint entry = lane % (HC * HC);
+      float a = simd_shuffle(sum, 2 * HC + entry) * scaled * scale[2] +
+                base[2 * HC + entry];
+      a = hc_mix_sinkhorn<HC, ITERATIONS>(a, hc_eps);
+      if (lane < HC * HC) {
+        comb[n * HC * HC + lane] = a;
+      }
     }
-    uint entry = lane % (HC * HC);
-    float a = simd_shuffle(sum, 2 * HC + entry) * scaled * scale[2] +
-              base[2 * HC + entry];
-    a = hc_mix_sinkhorn<HC, ITERATIONS>(a, hc_eps);
-    if (lane < HC * HC) {
-      comb[n * HC * HC + lane] = a;
-    }
+  }
+  if (!for_y) {
+    return;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   float z[AHEAD] = {};
   float squares = 0;
+#pragma unroll
   for (uint i = 0; i < AHEAD; i++) {
+#pragma unroll
     for (uint j = 0; j < HC; j++) {
       z[i] += weights[j] * ahead[i][j];
     }
@@ -177,10 +227,12 @@ METAL_FUNC void hc_mix_finish(
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   squares = 0;
+#pragma unroll
   for (uint s = 0; s < SIMDGROUPS; s++) {
     squares += sums[s];
   }
   float scaled = rsqrt(squares / D + norm_eps);
+#pragma unroll
   for (uint i = 0; i < AHEAD; i++) {
     uint d = THREADS * i + 32 * sg + lane;
     if (d < D) {

@@ -4,15 +4,23 @@ import mlx.core as mx
 
 from . import metal
 
-_GROUP = 1024
+_THREADS, _PER = 256, 8  # of a threadgroup of the first launch; logits of a thread
 _kernel = metal.Kernel(
     "argmax",
     inputs=["logits"],
+    outputs=["values", "places"],
+    call="""threadgroup float2 among[THREADS / 32];
+threadgroup uint among_places[THREADS / 32];
+argmax<THREADS, PER>(logits, values, places, among, among_places, V,
+    uint2(threadgroup_position_in_grid.x, threadgroups_per_grid.x), threadgroup_position_in_grid.y,
+    thread_index_in_threadgroup);""",
+)
+_last = metal.Kernel(
+    "argmax",
+    inputs=["values", "places"],
     outputs=["ids", "margins"],
-    call="""threadgroup float2 values[32];
-threadgroup uint places[32];
-argmax(logits, ids, margins, values, places, V, threadgroup_position_in_grid.y,
-    thread_index_in_threadgroup, threads_per_threadgroup.x);""",
+    call="""argmax_last(values, places, ids, margins, values_shape[1],
+    threadgroup_position_in_grid.y, thread_index_in_simdgroup);""",
 )
 
 
@@ -24,13 +32,22 @@ def argmax(logits: mx.array) -> tuple[mx.array, mx.array]:
     if not metal.enabled():
         return argmax_reference(logits)
     N, V = logits.shape
-    group = min(_GROUP, metal.round_up(V, 32))
+    parts = -(-V // (_THREADS * _PER))
+    values, places = _kernel(
+        logits,
+        template={"V": V, "THREADS": _THREADS, "PER": _PER},
+        grid=(_THREADS * parts, N, 1),
+        group=(_THREADS, 1, 1),
+        shapes=[(N, parts, 2), (N, parts)],
+        dtypes=[mx.float32, mx.uint32],
+    )
     return tuple(
-        _kernel(
-            logits,
-            template={"V": V},
-            grid=(group, N, 1),
-            group=(group, 1, 1),
+        _last(
+            values,
+            places,
+            template={},
+            grid=(32, N, 1),
+            group=(32, 1, 1),
             shapes=[(N,), (N,)],
             dtypes=[mx.int32, mx.float32],
         )

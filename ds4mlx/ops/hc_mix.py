@@ -17,8 +17,8 @@ _part = metal.Kernel(
     "hc_mix",
     inputs=["from", "y", "post", "comb", "fn"],
     outputs=["x", "part"],
-    call="""threadgroup float chunk[8 * CHUNK];
-hc_mix_part<WRITTEN, HC>(from, y, post, comb, fn, x, part, chunk, from_shape[0], fn_shape[0],
+    call="""threadgroup float chunk[ROWS * CHUNK];
+hc_mix_part<WRITTEN, HC, ROWS>(from, y, post, comb, fn, x, part, chunk, from_shape[0],
     from_shape[2], uint2(threadgroup_position_in_grid.x, threadgroups_per_grid.x),
     simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
 )
@@ -54,7 +54,11 @@ def hc_mix(
         x,
         *(written or (x, x, x)),
         fn,
-        template={"WRITTEN": written is not None, "HC": HC},
+        template={
+            "WRITTEN": written is not None,
+            "HC": HC,
+            "ROWS": N if N == 1 else metal.round_up(N, 2),
+        },
         grid=(_CHUNK * chunks, 1, 1),
         group=(_CHUNK, 1, 1),
         shapes=[x.shape, (N, chunks, fn.shape[0] + 1)],
@@ -72,7 +76,7 @@ def hc_mix(
             "SIMDGROUPS": _SIMDGROUPS,
             "AHEAD": -(-D // (32 * _SIMDGROUPS)),
         },
-        grid=(32 * _SIMDGROUPS, N, 1),
+        grid=(32 * _SIMDGROUPS, N, 2),
         group=(32 * _SIMDGROUPS, 1, 1),
         shapes=[(N, D), (N, HC), (N, HC, HC)],
         dtypes=[mx.float32] * 3,
@@ -90,7 +94,8 @@ def _finish(eps: float, norm_eps: float) -> metal.Kernel:
 threadgroup float weights[HC];
 hc_mix_finish<HC, ITERATIONS, SIMDGROUPS, AHEAD>(x, part, scale, base, norm, y, post, comb, sums,
     weights, {eps}f, {norm_eps}f, x_shape[2], part_shape[1], threadgroup_position_in_grid.y,
-    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
+    threadgroup_position_in_grid.z == 0, simdgroup_index_in_threadgroup,
+    thread_index_in_simdgroup);""",
     )
 
 
