@@ -3,12 +3,17 @@
 //
 // fetch<Q>(w, i, raw)  loads the words of Q quads of columns, from element i on
 // octet(w, raw, o, v)  makes the eight codes of the o-th octet exact floats
-// scaling(w, i)        gives scale and minimum of the GROUP octets from i on
+// packed(w, i)         loads what gives the scales of the GROUP octets from i
+// on scaling(w, packed)   gives their scale and minimum; scaling(w, i) does
+// both
 //
 // and a weight is code * scale - minimum. i counts elements of the whole
 // matrix, past 2^32 for none of Flash's, and is a multiple of 4 QUADS. Q is
 // QUADS or 8. Types without MINIMA have a minimum of 0. read(w, i, v) gives the
 // QUADS vectors from i on, exact or (with MINIMA) rounded once.
+//
+// lifted(w, raw, o, v) is cheaper than octet, and code c of a lane's 32 comes
+// out as 2^lift<W>(c) of its value: for who multiplies columns beforehand.
 
 template <int N>
 METAL_FUNC void load(const device uint* from, thread uint* to) {
@@ -30,12 +35,17 @@ METAL_FUNC void load(const device uint* from, thread uint* to) {
   }
 }
 
-// The codes j and j + 4 of an octet, in the halves of `bits`, as floats. A code
-// in the low bits of a half is a subnormal, 2^-24 of its value: scales make up.
-METAL_FUNC void halves(uint bits, int j, thread float* v) {
+// The halves of `bits` as floats. A code in the low bits of a half is a
+// subnormal, 2^-24 of its value: scales make up.
+METAL_FUNC void halves(uint bits, thread float& low, thread float& high) {
   float2 pair = float2(as_type<half2>(bits));
-  v[j] = pair.x;
-  v[j + 4] = pair.y;
+  low = pair.x;
+  high = pair.y;
+}
+
+template <typename W>
+constexpr METAL_FUNC int lift(int c) {
+  return 0;
 }
 
 // F32, F16 and BF16.
@@ -78,12 +88,17 @@ METAL_FUNC void octet(
 }
 
 template <typename T>
-METAL_FUNC float2 scaling(dense<T> w, uint i) {
+METAL_FUNC uint2 packed(dense<T> w, uint i) {
+  return uint2(0);
+}
+
+template <typename T>
+METAL_FUNC float2 scaling(dense<T> w, uint2 packed) {
   return float2(1, 0);
 }
 
 struct q8_0 {
-  enum { WORDS = 2, QUADS = 2, GROUP = 4, MINIMA = 0 };
+  enum { WORDS = 2, QUADS = 2, GROUP = 4, MINIMA = 1 };
   const device uint* codes;  // + 128
   const device half* scales;
 };
@@ -91,23 +106,34 @@ struct q8_0 {
 METAL_FUNC void octet(q8_0 w, const thread uint* raw, int o, thread float* v) {
 #pragma unroll
   for (int j = 0; j < 2; j++) {
-    float4 codes = float4(as_type<uchar4>(raw[2 * o + j])) - 128.0f;
-    v[4 * j] = codes.x;
-    v[4 * j + 1] = codes.y;
-    v[4 * j + 2] = codes.z;
-    v[4 * j + 3] = codes.w;
+    uint word = raw[2 * o + j];
+    halves(word & 0x00ff00ffu, v[4 * j], v[4 * j + 2]);
+    halves(word >> 8 & 0x00ff00ffu, v[4 * j + 1], v[4 * j + 3]);
   }
 }
 
-METAL_FUNC float2 scaling(q8_0 w, uint i) {
-  return float2(w.scales[i / 32], 0);
+METAL_FUNC uint2 packed(q8_0 w, uint i) {
+  return uint2(as_type<ushort>(w.scales[i / 32]), 0);
+}
+
+METAL_FUNC float2 scaling(q8_0 w, uint2 packed) {
+  return float(as_type<half>(ushort(packed.x))) * float2(16777216.0f, 128);
 }
 
 // Eight codes of four bits, in sequence from the low bits up.
 METAL_FUNC void nibbles(uint word, thread float* v) {
 #pragma unroll
   for (int j = 0; j < 4; j++) {
-    halves(word >> 4 * j & 0x000f000fu, j, v);
+    halves(word >> 4 * j & 0x000f000fu, v[j], v[j + 4]);
+  }
+}
+
+// The same, every second code where it stands and 16 times as large.
+METAL_FUNC void lifted_nibbles(uint word, thread float* v) {
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    uint bits = (j < 2 ? word : word >> 8) & 0x000f000fu << 4 * (j % 2);
+    halves(bits, v[j], v[j + 4]);
   }
 }
 
@@ -121,8 +147,21 @@ METAL_FUNC void octet(q4_0 w, const thread uint* raw, int o, thread float* v) {
   nibbles(raw[o], v);
 }
 
-METAL_FUNC float2 scaling(q4_0 w, uint i) {
-  return float(w.scales[i / 32]) * float2(16777216.0f, 8);
+template <>
+constexpr METAL_FUNC int lift<q4_0>(int c) {
+  return 4 * (c % 2);
+}
+
+METAL_FUNC void lifted(q4_0 w, const thread uint* raw, int o, thread float* v) {
+  lifted_nibbles(raw[o], v);
+}
+
+METAL_FUNC uint2 packed(q4_0 w, uint i) {
+  return uint2(as_type<ushort>(w.scales[i / 32]), 0);
+}
+
+METAL_FUNC float2 scaling(q4_0 w, uint2 packed) {
+  return float(as_type<half>(ushort(packed.x))) * float2(16777216.0f, 8);
 }
 
 // Codes are e2m1 floats; a scale is the exponent byte of a float.
@@ -134,31 +173,41 @@ struct mxfp4 {
 
 // A code moved to sign, exponent and mantissa of a half is 2^-14 of its value.
 METAL_FUNC void octet(mxfp4 w, const thread uint* raw, int o, thread float* v) {
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    uint size = j < 3 ? raw[o] << (9 - 4 * j) : raw[o] >> 3;
-    uint sign = raw[o] << (12 - 4 * j);
-    halves((size & 0x0e000e00u) | (sign & 0x80008000u), j, v);
-  }
+  uint word = raw[o];
+  // The upper bytes of such halves, for codes 0 2 4 6 and 1 3 5 7.
+  uint even = (word << 4 & 0x80808080u) | (word << 1 & 0x0e0e0e0eu);
+  uint odd = (word & 0x80808080u) | (word >> 3 & 0x0e0e0e0eu);
+  halves(even << 8 & 0xff00ff00u, v[0], v[4]);
+  halves(odd << 8 & 0xff00ff00u, v[1], v[5]);
+  halves(even & 0xff00ff00u, v[2], v[6]);
+  halves(odd & 0xff00ff00u, v[3], v[7]);
 }
 
-METAL_FUNC float2 scaling(mxfp4 w, uint i) {
+METAL_FUNC uint2 packed(mxfp4 w, uint i) { return uint2(w.scales[i / 32], 0); }
+
+METAL_FUNC float2 scaling(mxfp4 w, uint2 packed) {
   // Scales of 2^114 and above become infinite.
-  uint exponent = min(uint(w.scales[i / 32]) + 14, 255u);
+  uint exponent = min(packed.x + 14, 255u);
   return float2(as_type<float>(exponent << 23), 0);
 }
 
-// Of Q4_K and Q5_K, `codes` are 2^-24 of their values.
-METAL_FUNC float2
-k_scaling(const device uchar* scales, const device half* d, uint i) {
+// Of Q4_K and Q5_K. Codes are 2^-24 of their values.
+METAL_FUNC uint2
+k_packed(const device uchar* scales, const device half* d, uint i) {
   uint j = i / 32 % 8;
-  scales += i / 256 * 12;
-  uint low = scales[j % 4];
-  uint middle = scales[4 + j % 4];
-  uint high = scales[8 + j % 4];
-  uint scale = j < 4 ? low & 63 : (high & 15) | low >> 6 << 4;
-  uint minimum = j < 4 ? middle & 63 : high >> 4 | middle >> 6 << 4;
-  float2 both = float2(as_type<half2>(((const device uint*)d)[i / 256]));
+  scales += i / 256 * 12 + j % 4;
+  uint bytes = scales[0] | uint(scales[4]) << 8 | uint(scales[8]) << 16;
+  return uint2(bytes | j / 4 << 24, ((const device uint*)d)[i / 256]);
+}
+
+METAL_FUNC float2 k_scaling(uint2 packed) {
+  uint low = packed.x & 255;
+  uint middle = packed.x >> 8 & 255;
+  uint high = packed.x >> 16 & 255;
+  bool upper = packed.x >> 24;
+  uint scale = upper ? (high & 15) | low >> 6 << 4 : low & 63;
+  uint minimum = upper ? high >> 4 | middle >> 6 << 4 : middle & 63;
+  float2 both = float2(as_type<half2>(packed.y));
   return both * float2(scale, minimum) * float2(16777216.0f, 1);
 }
 
@@ -173,9 +222,18 @@ METAL_FUNC void octet(q4_k w, const thread uint* raw, int o, thread float* v) {
   nibbles(raw[o], v);
 }
 
-METAL_FUNC float2 scaling(q4_k w, uint i) {
-  return k_scaling(w.scales, w.d, i);
+template <>
+constexpr METAL_FUNC int lift<q4_k>(int c) {
+  return 4 * (c % 2);
 }
+
+METAL_FUNC void lifted(q4_k w, const thread uint* raw, int o, thread float* v) {
+  lifted_nibbles(raw[o], v);
+}
+
+METAL_FUNC uint2 packed(q4_k w, uint i) { return k_packed(w.scales, w.d, i); }
+
+METAL_FUNC float2 scaling(q4_k w, uint2 packed) { return k_scaling(packed); }
 
 struct q5_k {
   enum { WORDS = 1, QUADS = 8, GROUP = 4, MINIMA = 1 };
@@ -197,13 +255,13 @@ METAL_FUNC void octet(q5_k w, const thread uint* raw, int o, thread float* v) {
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     uint low = raw[o] >> 4 * j & 0x000f000fu;
-    halves(low | (high >> j & 0x00010001u) << 4, j, v);
+    halves(low | (high >> j & 0x00010001u) << 4, v[j], v[j + 4]);
   }
 }
 
-METAL_FUNC float2 scaling(q5_k w, uint i) {
-  return k_scaling(w.scales, w.d, i);
-}
+METAL_FUNC uint2 packed(q5_k w, uint i) { return k_packed(w.scales, w.d, i); }
+
+METAL_FUNC float2 scaling(q5_k w, uint2 packed) { return k_scaling(packed); }
 
 struct q6_k {
   enum { WORDS = 1, QUADS = 4, GROUP = 2, MINIMA = 1 };
@@ -225,12 +283,17 @@ METAL_FUNC void octet(q6_k w, const thread uint* raw, int o, thread float* v) {
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     uint low = raw[2 + o] >> 4 * j & 0x000f000fu;
-    halves(low | (high >> 2 * j & 0x00030003u) << 4, j, v);
+    halves(low | (high >> 2 * j & 0x00030003u) << 4, v[j], v[j + 4]);
   }
 }
 
-METAL_FUNC float2 scaling(q6_k w, uint i) {
-  return float(w.d[i / 256]) * w.scales[i / 16] * float2(16777216.0f, 32);
+METAL_FUNC uint2 packed(q6_k w, uint i) {
+  return uint2(uint(w.scales[i / 16]), as_type<ushort>(w.d[i / 256]));
+}
+
+METAL_FUNC float2 scaling(q6_k w, uint2 packed) {
+  float d = as_type<half>(ushort(packed.y));
+  return d * float(int(packed.x)) * float2(16777216.0f, 32);
 }
 
 struct q2_k {
@@ -254,10 +317,28 @@ METAL_FUNC void octet(q2_k w, const thread uint* raw, int o, thread float* v) {
   }
 }
 
-METAL_FUNC float2 scaling(q2_k w, uint i) {
-  uint both = w.scales[i / 16];
-  float2 d = float2(as_type<half2>(((const device uint*)w.d)[i / 256]));
-  return d * float2(both & 15, both >> 4) * float2(16777216.0f, 1);
+// Five of the eight codes of a half, where they stand.
+template <>
+constexpr METAL_FUNC int lift<q2_k>(int c) {
+  return 2 * (c % 8 % 5);
+}
+
+METAL_FUNC void lifted(q2_k w, const thread uint* raw, int o, thread float* v) {
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    uint word = j < 5 ? raw[o / 2] : raw[o / 2] >> 10;
+    half2 pair = as_type<half2>(word & 0x00030003u << 2 * (j % 5));
+    v[j] = pair[o % 2];
+  }
+}
+
+METAL_FUNC uint2 packed(q2_k w, uint i) {
+  return uint2(w.scales[i / 16], ((const device uint*)w.d)[i / 256]);
+}
+
+METAL_FUNC float2 scaling(q2_k w, uint2 packed) {
+  float2 d = float2(as_type<half2>(packed.y)) * float2(16777216.0f, 1);
+  return d * float2(packed.x & 15, packed.x >> 4);
 }
 
 struct iq2_xxs {
@@ -265,7 +346,7 @@ struct iq2_xxs {
   const device uchar* grid;  // a code for an octet
   const device uint* signs;
   const device half* d;
-  const threadgroup uint2* table;  // magnitudes by code: bytes 0145 and 2367
+  const threadgroup uint2* table;  // magnitudes by code: bytes 1230 and 5674
 };
 
 template <int Q>
@@ -277,24 +358,42 @@ METAL_FUNC void fetch(iq2_xxs w, uint i, thread uint* raw) {
 METAL_FUNC void octet(
     iq2_xxs w, const thread uint* raw, int o, thread float* v) {
   uint2 bytes = w.table[raw[0] >> 8 * o & 255];
-  // Seven signs, and an eighth that makes the number of set bits even.
+  // Seven signs, and an eighth that makes the number of set bits even. Copies
+  // seven bits apart bring one after the other to the top of a byte.
   uint signs = raw[1] >> 7 * o & 127;
-  signs = signs * 0x1001 + (popcount(signs) << 19);
+  uint top[2] = {
+      signs * 0x10204080u, signs * 0x01020408u + (popcount(signs) << 31)};
 #pragma unroll
-  for (int j = 0; j < 4; j++) {
-    uint size = (j % 2 ? bytes[j / 2] >> 8 : bytes[j / 2]) & 0x00ff00ffu;
-    halves(size ^ (signs << (15 - j) & 0x80008000u), j, v);
+  for (int j = 0; j < 2; j++) {
+    uint word = bytes[j] ^ (top[j] & 0x80808080u);
+    uint turned = word >> 8 | word << 24;
+    halves(word & 0x803f803fu, v[4 * j + 1], v[4 * j + 3]);
+    halves(turned & 0x803f803fu, v[4 * j + 2], v[4 * j]);
   }
 }
 
-METAL_FUNC float2 scaling(iq2_xxs w, uint i) {
-  float scale = 0.125f + 0.25f * float(w.signs[i / 32] >> 28);
-  return float2(float(w.d[i / 256]) * scale * 16777216.0f, 0);
+METAL_FUNC uint2 packed(iq2_xxs w, uint i) {
+  return uint2(as_type<ushort>(w.d[i / 256]), w.signs[i / 32]);
+}
+
+METAL_FUNC float2 scaling(iq2_xxs w, uint2 packed) {
+  float scale = fma(float(packed.y >> 28), 4194304.0f, 2097152.0f);
+  return float2(float(as_type<half>(ushort(packed.x))) * scale, 0);
 }
 
 template <int Q, typename W>
 METAL_FUNC void fetch(W w, uint i, thread uint* raw) {
   load<Q * W::WORDS / 2>(w.codes + i / (8 / W::WORDS), raw);
+}
+
+template <typename W>
+METAL_FUNC void lifted(W w, const thread uint* raw, int o, thread float* v) {
+  octet(w, raw, o, v);
+}
+
+template <typename W>
+METAL_FUNC float2 scaling(W w, uint i) {
+  return scaling(w, packed(w, i));
 }
 
 template <typename W>

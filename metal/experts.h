@@ -1,42 +1,18 @@
-// What the two launches of the experts share: who computes for whom, and the
-// products of a few rows with a few rows of weights.
+// What the two launches of the experts share: the products of a row, 32 of its
+// columns a lane, with many rows of weights.
 #include "dequantize.h"
-#include "sums.h"
-
-// The slots (row * K + place, at most 64) with the expert of `slot`, a bit
-// each. All lanes take part. The first of them computes for all: every slot
-// keeps a sum of its own.
-template <typename I>
-METAL_FUNC ulong together(I ids, uint count, uint slot, uint lane) {
-  uint expert = ids[slot];
-  ulong same = 0;
-  for (uint first = 0; first < count; first += 32) {
-    uint s = first + lane;
-    bool equal = s < count && uint(ids[s]) == expert;
-    same |= ulong(simd_vote::vote_t(simd_ballot(equal))) << first;
-  }
-  return same;
-}
-
-// Move the next M slots from `left` to `slots`; the number of them. `slot` is
-// the first.
-template <int M>
-METAL_FUNC uint
-next(thread ulong& left, thread uint& slot, thread uint* slots) {
-  uint live = 0;
-  for (uint m = 0; m < M; m++) {
-    slots[m] = slot;
-    live += left ? 1 : 0;
-    left &= left - 1;
-    while (left && !(left >> slot & 1)) {
-      slot++;
-    }
-  }
-  return live;
-}
+#include "rows.h"
 
 // How many simdgroups share the columns of a row.
 constexpr METAL_FUNC int blocks(int columns) { return (columns + 1023) / 1024; }
+
+// How many rows of weights a lane holds at a time: few of the large ones.
+template <typename W>
+constexpr METAL_FUNC int held(int most) {
+  constexpr bool few = W::WORDS == 2 || W::GROUP == 2;
+  constexpr int wanted = W::WORDS > 2 ? 1 : few ? 2 : 4;
+  return wanted < most ? wanted : most;
+}
 
 // 32 columns of a row, which a lane keeps in registers while it meets one row
 // of weights after the other, and their sums in groups of 16.
@@ -45,15 +21,41 @@ struct columns {
   float sums[2];
 };
 
-METAL_FUNC columns keep(const device float* from, bool inside) {
-  columns kept;
+// The columns of a lane in a block of 1024, zeros past the D of x. They come by
+// way of `stage`, for neighbouring lanes to load neighbouring words.
+template <int D, typename W>
+METAL_FUNC columns keep(
+    const device float* x,
+    uint block,
+    threadgroup float4* stage,  // [128], of the simdgroup
+    uint lane) {
+  // Half a lane's columns, of eight lanes at a time.
+  uint column = 1024 * block + 32 * (lane / 4);
+  const device float4* from = (const device float4*)(x + column) + lane % 4;
+  float4 fours[8];
 #pragma unroll
   for (int j = 0; j < 8; j++) {
-    float4 four = inside ? ((const device float4*)from)[j] : float4(0);
-    kept.x[4 * j] = four.x;
-    kept.x[4 * j + 1] = four.y;
-    kept.x[4 * j + 2] = four.z;
-    kept.x[4 * j + 3] = four.w;
+    bool inside = D % 1024 == 0 || column + 256 * (j % 4) < D;
+    fours[j] = inside ? from[64 * (j % 4) + j / 4 * 4] : float4(0);
+  }
+  columns kept;
+#pragma unroll
+  for (int part = 0; part < 2; part++) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      // Neighbouring lanes meet in different banks, here and below.
+      stage[32 * j + (lane ^ lane / 8)] = fours[4 * part + j];
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      float4 four = stage[4 * lane + (j ^ lane / 2 % 4)];
+      kept.x[16 * part + 4 * j] = four.x;
+      kept.x[16 * part + 4 * j + 1] = four.y;
+      kept.x[16 * part + 4 * j + 2] = four.z;
+      kept.x[16 * part + 4 * j + 3] = four.w;
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
   }
 #pragma unroll
   for (int g = 0; g < 2; g++) {
@@ -63,6 +65,10 @@ METAL_FUNC columns keep(const device float* from, bool inside) {
       kept.sums[g] += kept.x[16 * g + j];
     }
   }
+#pragma unroll
+  for (int j = 0; j < 32; j++) {
+    kept.x[j] *= 1.0f / (1 << lift<W>(j));
+  }
   return kept;
 }
 
@@ -70,88 +76,113 @@ METAL_FUNC columns keep(const device float* from, bool inside) {
 template <int R>
 struct weights {
   uint raw[R][32];
-  float2 scale[R][2];
+  uint2 packed[R][2];
 };
 
-template <int R, typename W>
-METAL_FUNC void hold(W w, uint i, uint stride, thread weights<R>& to) {
+// From element i of w [.., D] on.
+template <int D, int R, typename W>
+METAL_FUNC void hold(W w, uint i, thread weights<R>& to) {
 #pragma unroll
   for (int r = 0; r < R; r++) {
-    fetch<8>(w, i + r * stride, to.raw[r]);
+    fetch<8>(rows(w, r * D), i, to.raw[r]);
 #pragma unroll
     for (int g = 0; g < 4 / W::GROUP; g++) {
-      to.scale[r][g] = scaling(w, i + r * stride + 8 * W::GROUP * g);
+      to.packed[r][g] = packed(rows(w, r * D + 8 * W::GROUP * g), i);
     }
   }
 }
 
-// Products of R rows of weights with M rows: to[r * M + m]. Of a group the
-// codes count first, its first and last four columns of eight apart, upwards,
-// then its scale: every step is an explicit fma, which no compiler may contract
-// in another way. Rows of weights alternate, for none waits for the other.
-template <int R, int M, typename W>
+// Products of R rows of weights with a row. Of a group the codes count first,
+// its first and last four columns of eight apart, upwards, then its scale:
+// every step is an explicit fma, which no compiler may contract in another way.
+// Rows of weights alternate, for none waits for the other.
+template <int R, typename W>
 METAL_FUNC void multiply(
     W w,
     const thread weights<R>& held,
-    const thread columns* rows,
+    const thread columns& row,
     thread float* to) {
   constexpr int GROUP = W::GROUP;
-  float part[R][M][2];
+  float part[R][2];
 #pragma unroll
   for (int o = 0; o < 4; o++) {
 #pragma unroll
     for (int r = 0; r < R; r++) {
       float v[8];
-      octet(w, held.raw[r], o, v);
+      lifted(w, held.raw[r], o, v);
 #pragma unroll
-      for (int m = 0; m < M; m++) {
-#pragma unroll
-        for (int c = 0; c < 8; c++) {
-          float before = o % GROUP || c % 4 ? part[r][m][c / 4] : 0;
-          part[r][m][c / 4] = fma(v[c], rows[m].x[8 * o + c], before);
+      for (int c = 0; c < 8; c++) {
+        float before = o % GROUP || c % 4 ? part[r][c / 4] : 0;
+        part[r][c / 4] = fma(v[c], row.x[8 * o + c], before);
+      }
+      if (o % GROUP == GROUP - 1) {
+        float2 s = scaling(w, held.packed[r][o / GROUP]);
+        float sum = o < GROUP ? 0 : to[r];
+        if (W::MINIMA) {
+          float x = row.sums[o / GROUP];
+          x = GROUP == 4 ? x + row.sums[1] : x;
+          sum = fma(-s.y, x, sum);
         }
-        if (o % GROUP == GROUP - 1) {
-          float2 s = held.scale[r][o / GROUP];
-          float sum = o < GROUP ? 0 : to[r * M + m];
-          if (W::MINIMA) {
-            float x = rows[m].sums[o / GROUP];
-            x = GROUP == 4 ? x + rows[m].sums[1] : x;
-            sum = fma(-s.y, x, sum);
-          }
-          to[r * M + m] = fma(s.x, part[r][m][0] + part[r][m][1], sum);
-        }
+        to[r] = fma(s.x, part[r][0] + part[r][1], sum);
       }
     }
   }
 }
 
-// Sums over the simdgroup of M rows with STEPS times R rows of a, the first at
-// element i, and R of b, at j; the next ones `step` elements on. The sums of
-// row m, in that order, go to that `to` which the lanes of m % M have.
-template <int STEPS, int R, int M, typename W>
+// Lane l receives the sum of v[l / (32 / WIDTH)], over lanes 16, 8, 4, 2 and 1
+// apart. v is lost.
+template <int WIDTH>
+METAL_FUNC float spread_sums(thread float* v, uint lane) {
+#pragma unroll
+  for (int apart = 16; apart > 0; apart /= 2) {
+    int rest = WIDTH * apart / 32;
+    bool upper = lane & apart;
+    if (rest == 0) {
+      v[0] += simd_shuffle_xor(v[0], apart);
+    }
+    // Each of two lanes goes on with the half of the values that it keeps.
+#pragma unroll
+    for (int i = 0; i < rest; i++) {
+      float given = upper ? v[i] : v[i + rest];
+      v[i] = (upper ? v[i + rest] : v[i]) + simd_shuffle_xor(given, apart);
+    }
+  }
+  return v[0];
+}
+
+// Sums over the simdgroup of a block of a row with STEPS times R rows of a, the
+// first at element i, and R of b, at j; the next ones R * HOP elements on. They
+// go to `to` in that order.
+template <int STEPS, int R, int D, int HOP, typename W>
 METAL_FUNC void sweep(
     W a,
     W b,
     uint i,
     uint j,
-    uint step,
-    uint stride,
-    const thread columns* rows,
-    threadgroup float* to,
+    const device float* x,  // [D]
+    uint block,
+    threadgroup float4* stage,  // [128]
+    threadgroup float* to,      // [STEPS * 2 * R]
     uint lane) {
+  uint column = 1024 * block + 32 * lane;
+  column = column < D ? column : 0;
+  i += column;
+  j += column;
   weights<R> of_a, of_b;
-  hold(a, i, stride, of_a);
+  // The row first, and registers for its words are free again.
+  columns row = keep<D, W>(x, block, stage, lane);
+  hold<D>(a, i, of_a);
 #pragma unroll 1
   for (int s = 0; s < STEPS; s++) {
     // While one is multiplied the other's loads are under way.
-    hold(b, j + s * step, stride, of_b);
-    float sums[2 * R * M];
-    multiply<R, M>(a, of_a, rows, sums);
-    hold(a, i + min(s + 1, STEPS - 1) * step, stride, of_a);
-    multiply<R, M>(b, of_b, rows, sums + R * M);
-    float sum = lane_sums<2 * R * M>(sums, lane);
-    if (lane < 2 * R * M) {
-      to[2 * R * s + lane / M] = sum;
+    hold<D>(b, j + s * R * HOP, of_b);
+    float sums[2 * R];
+    multiply(a, of_a, row, sums);
+    hold<D>(a, i + min(s + 1, STEPS - 1) * R * HOP, of_a);
+    multiply(b, of_b, row, sums + R);
+    float sum = spread_sums<2 * R>(sums, lane);
+    if (lane % (16 / R) == 0) {
+      to[2 * R * s + lane / (16 / R)] = sum;
     }
   }
 }

@@ -3,63 +3,27 @@
 // Experts, second launch: out[n] = sum_k w2[ids[n, k]] h[n, k], k upwards, and
 // last the shared expert's.
 //
-// Grid (D / T threadgroups of PLACES simdgroups, or a multiple): a threadgroup
-// owns T channels of every row. A simdgroup has a place k and blocks of 1024
-// columns, 32 a lane; the first slot n * K + k with an expert computes for all
-// rows of the block that chose it (see `together`). Each slot keeps its own
-// sums. Sums run over a lane's columns upwards, then over lanes (sums.h), then
-// over blocks upwards: the order depends on F and K alone. All float.
-
-// For M of the slots.
-template <int F, int T, int R, int M, typename W>
-METAL_FUNC void experts_down_sums(
+// Grid (D / T threadgroups of PLACES * SPLIT simdgroups, N): a threadgroup owns
+// T channels of a row. A simdgroup has a place k and every SPLIT-th block of
+// 1024 columns, 32 a lane. Sums run over a lane's columns upwards, then over
+// lanes 16, 8, 4, 2 and 1 apart, then over blocks upwards: the order depends on
+// F and K alone. All float.
+template <int F, int T, int SPLIT, typename W>
+METAL_FUNC void experts_down_place(
     W w,
-    const device float* h,    // [slots, F]
-    threadgroup float* sums,  // [slots, blocks, T]
-    uint first,               // of the T rows of weights
-    const thread uint* slots,
+    const device float* h,      // [F]
+    threadgroup float4* stage,  // [128]
+    threadgroup float* sums,    // [blocks, T]
+    uint first,                 // of the T rows of weights
     uint block,
     uint lane) {
-  uint column = 1024 * block + 32 * lane;
-  bool inside = column < F;
-  column = inside ? column : 0;
-  columns kept[M];
-  for (int m = 0; m < M; m++) {
-    kept[m] = keep(h + slots[m] * F + column, inside);
-  }
-  uint slot = slots[0];
-  for (int m = 1; m < M; m++) {
-    slot = lane % M == m ? slots[m] : slot;
-  }
-  uint i = first * F + column;
-  sums += (slot * blocks(F) + block) * T;
-  sweep<T / (2 * R), R, M>(w, w, i, i + R * F, 2 * R * F, F, kept, sums, lane);
-}
-
-// For the slots of one expert, whose K places are those of PLACES from FIRST
-// on.
-template <int F, int K, int FIRST, int PLACES, int T, int R, int M, typename W>
-METAL_FUNC void experts_down_slots(
-    W w,
-    const device float* h,
-    threadgroup float* sums,
-    uint first,
-    ulong left,  // the slots n * K + k
-    uint slot,   // the first of them
-    uint block,
-    uint lane) {
-  while (left) {
-    uint slots[M];
-    uint live = next<M>(left, slot, slots);
-    for (int m = 0; m < M; m++) {
-      slots[m] = slots[m] / K * PLACES + FIRST + slots[m] % K;
-    }
-    // As many products at a time either way.
-    if (live == 1) {
-      experts_down_sums<F, T, R, 1>(w, h, sums, first, slots, block, lane);
-    } else {
-      experts_down_sums<F, T, R / M, M>(w, h, sums, first, slots, block, lane);
-    }
+  constexpr int R = held<W>(T < 32 ? 2 : T / 8);
+  uint i = first * F;
+#pragma unroll 1
+  for (int turn = 0; turn < blocks(F) / SPLIT; turn++) {
+    sweep<T / (2 * R), R, F, 2 * F>(
+        w, w, i, i + R * F, h, block, stage, sums + T * block, lane);
+    block += SPLIT;
   }
 }
 
@@ -68,55 +32,46 @@ template <
     int F,
     int K,
     int PLACES,
+    int SPLIT,
     int T,
-    int R,
-    int M,
     typename W,
     typename S,
     typename I>
 METAL_FUNC void experts_down(
-    W w,                      // w2 [E, D, F]
-    S shared,                 // the shared expert's w2 [D, F], or w
-    const device float* h,    // [N, PLACES, F]
-    I ids,                    // [N, K]
-    device float* out,        // [N, D]
-    threadgroup float* sums,  // [N, PLACES, blocks, T]
-    uint rows,
+    W w,                        // w2 [E, D, F]
+    S shared,                   // the shared expert's w2 [D, F], or w
+    const device float* h,      // [PLACES, F], of a row
+    I ids,                      // [K]
+    device float* out,          // [D]
+    threadgroup float4* stage,  // [simdgroups, 128]
+    threadgroup float* sums,    // [PLACES, blocks, T]
     uint tile,
     uint thread_index,
-    uint2 simdgroup,  // how many, and which
+    uint simdgroup,
     uint lane) {
   constexpr int BLOCKS = blocks(F);
-  uint place = simdgroup.y % PLACES;
-  uint d = tile * T;
-  for (uint block = simdgroup.y / PLACES; block < BLOCKS;
-       block += simdgroup.x / PLACES) {
-    for (uint slot = place; place < K && slot < rows * K; slot += K) {
-      ulong left = together(ids, rows * K, slot, lane);
-      if (!(left & ((ulong(1) << slot) - 1))) {
-        uint first = ids[slot] * D + d;
-        experts_down_slots<F, K, 0, PLACES, T, R, M>(
-            w, h, sums, first, left, slot, block, lane);
-      }
-    }
-    if (place == K) {
-      ulong left = (ulong(1) << rows) - 1;
-      experts_down_slots<F, 1, K, PLACES, T, R, M>(
-          shared, h, sums, d, left, 0, block, lane);
-    }
+  uint place = simdgroup % PLACES;
+  uint block = simdgroup / PLACES;
+  h += place * F;
+  stage += 128 * simdgroup;
+  threadgroup float* to = sums + place * BLOCKS * T;
+  if (place < K) {
+    uint first = ids[place] * D + tile * T;
+    experts_down_place<F, T, SPLIT>(w, h, stage, to, first, block, lane);
+  } else {
+    experts_down_place<F, T, SPLIT>(
+        shared, h, stage, to, tile * T, block, lane);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = thread_index; i < rows * T; i += 32 * simdgroup.x) {
-    uint row = i / T;
+  for (uint t = thread_index; t < T; t += 32 * PLACES * SPLIT) {
     float total = 0;
-    for (uint k = 0; k < PLACES; k++) {
-      uint from = ((row * PLACES + k) * BLOCKS) * T + i % T;
-      float sum = sums[from];
-      for (uint b = 1; b < BLOCKS; b++) {
-        sum += sums[from + b * T];
+    for (int k = 0; k < PLACES; k++) {
+      float sum = sums[k * BLOCKS * T + t];
+      for (int b = 1; b < BLOCKS; b++) {
+        sum += sums[(k * BLOCKS + b) * T + t];
       }
       total = k ? total + sum : sum;
     }
-    out[row * D + d + i % T] = total;
+    out[tile * T + t] = total;
   }
 }

@@ -2,51 +2,43 @@
 // rows: group g meets x[n, g] alone (G = 1: a plain product). Several matrices
 // may share a launch, and a threadgroup serves one of them.
 //
-// Grid (the tiles of all matrices / (8 / split) threadgroups, G): a threadgroup
-// is 8 simdgroups. `split` of them own a tile, TILE outputs of all rows, and
-// take its blocks of 128 QUADS columns in turn; a weight is read once and
-// multiplied with ROWS rows. All float, weights as dequantize.h makes them,
-// rounded once. Sums run over a lane's columns upwards, then over lanes
-// (sums.h), then over simdgroups upwards, whatever ROWS and TILE are.
+// Grid (the threadgroups of all matrices, G): a threadgroup is 8 simdgroups, of
+// which 2^split own a tile and take its blocks of columns in turn. The lanes of
+// a simdgroup are SETS, each with TILE outputs of all rows; a weight is read
+// once and multiplied with ROWS rows. All float, weights as dequantize.h makes
+// them, rounded once. Sums run over a lane's columns upwards, then over the
+// lanes of a set (sums.h), then over simdgroups upwards, whatever ROWS and TILE
+// are.
 #include "dequantize.h"
+#include "rows.h"
 #include "sums.h"
 
-// How many simdgroups share a tile: as many as fill a GPU. They order a row's
-// sum, so that they may depend on the outputs R of a group, never on N.
-METAL_FUNC uint linear_split(uint R) {
-  return R >= 16384 ? 2 : R >= 4096 ? 4 : 8;
-}
-
-METAL_FUNC uint linear_threadgroups(uint R, uint TILE) {
-  uint tiles = 8 / linear_split(R);
-  return (R + TILE * tiles - 1) / (TILE * tiles);
+// How many simdgroups share a tile, as a power of 2: enough to fill a GPU, but
+// with columns enough each. They order a row's sum, so that they may depend on
+// the shape of W, never on N.
+METAL_FUNC uint linear_split(uint outputs, uint K) {
+  uint columns = outputs >= 16384 ? 2048 : outputs >= 4096 ? 1024 : 1;
+  return K < 2 * columns ? 0 : K < 4 * columns ? 1 : K < 8 * columns ? 2 : 3;
 }
 
 // Adds the products of U blocks of columns, `step` apart from k on, all inside.
-template <int U, int ROWS, int TILE, typename W>
+template <int U, int QUADS, int ROWS, int TILE, int K, int STRIDE, typename W>
 METAL_FUNC void linear_add(
-    const device float* x,
-    W w,
-    uint N,
-    uint R,
-    uint K,
-    uint2 group,
-    uint m,
-    uint k,
-    uint step,
-    thread float* sums) {
-  constexpr int QUADS = W::QUADS;
+    const device float* x, W w, uint N, uint k, uint step, thread float* sums) {
+  constexpr int SPAN = 2 * W::GROUP;  // quads of a scale
   uint raw[U][TILE][4 * QUADS];
-  float2 scale[U][TILE];
+  float2 scale[U][TILE][(QUADS + SPAN - 1) / SPAN];
   // All weights first, so that their loads are under way together.
 #pragma unroll
   for (int u = 0; u < U; u++) {
 #pragma unroll
     for (int t = 0; t < TILE; t++) {
-      // Past the end the last row stands in.
-      uint i = (group.y * R + min(m + t, R - 1)) * K + k + u * step;
-      fetch<QUADS>(w, i, raw[u][t]);
-      scale[u][t] = scaling(w, i);
+      W row = rows(w, t * K);
+      fetch<QUADS>(row, k + u * step, raw[u][t]);
+#pragma unroll
+      for (int q = 0; q < QUADS; q += SPAN) {
+        scale[u][t][q / SPAN] = scaling(row, k + u * step + 4 * q);
+      }
     }
   }
 #pragma unroll
@@ -58,17 +50,19 @@ METAL_FUNC void linear_add(
     for (int t = 0; t < TILE; t++) {
       float codes[8];
       octet(w, raw[u][t], q / 2, codes);
-      float2 s = scale[u][t];
+      float2 s = scale[u][t][q / SPAN];
 #pragma unroll
       for (int c = 0; c < 4; c++) {
         float code = codes[q % 2 * 4 + c];
         v[t][c] = W::MINIMA ? fma(code, s.x, -s.y) : code * s.x;
       }
     }
+    const device float4* at = (const device float4*)(x + k + u * step);
 #pragma unroll
     for (int n = 0; n < ROWS; n++) {
-      uint at = (min(uint(n), N - 1) * group.x + group.y) * K + k + u * step;
-      float4 four = ((const device float4*)(x + at))[q];
+      float4 four = at[q];
+      // Past the end the last row stands in.
+      at += n + 2 < ROWS || n + 2 == N ? STRIDE / 4 : 0;
 #pragma unroll
       for (int t = 0; t < TILE; t++) {
 #pragma unroll
@@ -81,59 +75,71 @@ METAL_FUNC void linear_add(
   }
 }
 
-template <int ROWS, int TILE, typename W>
+// K and G are constants, so that the rows of a tile are constant distances
+// apart. A lane reads SETS quads of columns at a time, or if that is 1 as many
+// as the type must. TILE is at most R.
+template <int ROWS, int TILE, int SETS, int K, int G, typename W>
 METAL_FUNC void linear(
     const device float* x,    // [N, G, K], N of ROWS - 1 or ROWS
     W w,                      // [G * R, K]
     device float* out,        // [N, G * R]
-    threadgroup float* part,  // [simdgroups, ROWS * TILE in whole simdgroups]
+    threadgroup float* part,  // [simdgroups, BATCHES, 32]
     uint N,
     uint R,
-    uint K,
-    uint2 group,  // G: how many, and which
+    uint group,
     uint threadgroup_index,
     uint simdgroup,
     uint lane) {
-  constexpr int QUADS = W::QUADS;
+  constexpr int QUADS = SETS > 1 ? SETS : W::QUADS;
+  constexpr int LANES = 32 / SETS;
   constexpr int VALUES = ROWS * TILE;
-  constexpr int REST = VALUES % 32 > 16 ? 32 : VALUES % 32 > 8 ? 16 : 8;
-  constexpr int BATCHES = (VALUES + 31) / 32;
-  uint split = linear_split(R);
-  uint s = simdgroup % split;
-  uint tile = threadgroup_index * (8 / split) + simdgroup / split;
-  float sums[32 * BATCHES] = {};
-  // How much is loaded before anything is multiplied.
-  constexpr int U = ROWS > 2 || W::WORDS > 2 ? 2 : 1;
-  uint m = tile * TILE;
-  uint step = 128 * QUADS * split;
-  uint k = 4 * QUADS * (32 * s + lane);
-#pragma unroll(U > 1 ? 1 : 2)
+  constexpr int BATCHES = (VALUES + LANES - 1) / LANES;
+  constexpr int LAST = VALUES - LANES * (BATCHES - 1);
+  constexpr int REST = LAST > 16  ? 32
+                       : LAST > 8 ? 16
+                       : LAST > 4 ? 8
+                       : LAST > 2 ? 4
+                                  : 2;
+  // How many blocks are loaded before anything is multiplied.
+  constexpr int U = QUADS > 2 ? 1 : 2;
+  uint split = linear_split(R * G, K);
+  uint s = simdgroup & ((1 << split) - 1);
+  uint tile = (threadgroup_index * 8 + simdgroup) >> split;
+  uint m = (tile * SETS + lane % SETS) * TILE;
+  // The last outputs begin earlier, not to end past R.
+  uint first = min(m, R - TILE);
+  w = rows(w, (group * R + first) * K);
+  x += group * K;
+  float sums[LANES * BATCHES] = {};
+  uint step = 4 * QUADS * LANES << split;
+  uint k = 4 * QUADS * (LANES * s + lane / SETS);
+#pragma unroll 1
   for (; k + (U - 1) * step < K; k += U * step) {
-    linear_add<U, ROWS, TILE>(x, w, N, R, K, group, m, k, step, sums);
+    linear_add<U, QUADS, ROWS, TILE, K, G * K>(x, w, N, k, step, sums);
   }
   if (U > 1 && k < K) {
-    linear_add<1, ROWS, TILE>(x, w, N, R, K, group, m, k, step, sums);
+    linear_add<1, QUADS, ROWS, TILE, K, G * K>(x, w, N, k, step, sums);
   }
 
   part += 32 * BATCHES * simdgroup;
 #pragma unroll
-  for (int b = 0; b < VALUES / 32; b++) {
-    part[32 * b + lane] = lane_sums<32>(sums + 32 * b, lane);
+  for (int b = 0; b < BATCHES - 1; b++) {
+    part[32 * b + lane] = lane_sums<LANES, SETS>(sums + LANES * b, lane);
   }
-  if (VALUES % 32) {
-    int b = VALUES / 32;
-    part[32 * b + lane] = lane_sums<REST>(sums + 32 * b, lane);
-  }
+  int last = BATCHES - 1;
+  part[32 * last + lane] = lane_sums<REST, SETS>(sums + LANES * last, lane);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = lane; s == 0 && i < VALUES; i += 32) {
+#pragma unroll
+  for (int b = 0; b < BATCHES; b++) {
+    uint i = LANES * b + lane / SETS;
     uint n = i / TILE;
-    uint m = tile * TILE + i % TILE;
-    if (n < N && m < R) {
-      float total = part[i];
-      for (uint p = 1; p < split; p++) {
-        total += part[32 * BATCHES * p + i];
+    uint o = first + i % TILE;
+    if (s == 0 && i < VALUES && n < N && o >= m) {
+      float total = part[32 * b + lane];
+      for (uint p = 1; p < 1u << split; p++) {
+        total += part[32 * (BATCHES * p + b) + lane];
       }
-      out[n * group.x * R + group.y * R + m] = total;
+      out[(n * G + group) * R + o] = total;
     }
   }
 }

@@ -123,7 +123,7 @@ def _magnitudes() -> mx.array:
     """What IQ2_XXS's 256 codes stand for, uint32 [256, 2], as the struct wants the 8 bytes."""
     from ..convert.blocks import iq2xxs_grid
 
-    order = [0, 1, 4, 5, 2, 3, 6, 7]
+    order = [1, 2, 3, 0, 5, 6, 7, 4]
     return mx.array(np.ascontiguousarray(iq2xxs_grid()[:, order]).view(np.uint32))
 
 

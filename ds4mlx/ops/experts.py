@@ -41,7 +41,7 @@ def experts(
     both = [(w1, w3, w2), *([shared] if shared else [])]
     if not all(kind(gate) == kind(up) and takes(ids, gate, up) for gate, up, _ in both):
         return experts_reference(x, ids, weights, w1, w3, w2, limit, shared)
-    tile = tiling(N, F)
+    tile = tiling(F)
     places = K + len(both) - 1
     (h,) = _kernel(*(kind(gate) for gate, _, _ in both))(
         x,
@@ -49,8 +49,8 @@ def experts(
         weights,
         mx.array(limit, mx.float32),
         *arrays(*(w for gate, up, _ in both for w in (gate, up))),
-        template={"D": D, "F": F, "K": K, "PLACES": places, **tile},
-        grid=(F // tile["T"] * 32 * blocks(D), N * K + len(both) - 1, 1),
+        template={"D": D, "F": F, "K": K, "PLACES": places, "T": tile},
+        grid=(F // tile * 32 * blocks(D), places * N, 1),
         group=(32 * blocks(D), 1, 1),
         shapes=[(N, places, F)],
         dtypes=[mx.float32],
@@ -119,14 +119,14 @@ def _kernel(routed, shared=None) -> metal.Kernel:
         kinds |= {"shared_gate": shared, "shared_up": shared}
     inputs, readers_ = readers(kinds)
 
-    def call(gate, up, places, expert, left, slot):
-        return f"""experts<D, F, {places}, PLACES, T, R, M>({gate}, {up}, x, weights, limit, h,
-    part, {expert}, {left}, {slot}, threadgroup_position_in_grid.x, thread_index_in_threadgroup,
-    uint2(simdgroups_per_threadgroup, simdgroup_index_in_threadgroup), lane);"""
+    def call(gate, up, weight, expert):
+        return f"""experts<D, F, T>({gate}, {up}, x + row * D, {weight}, limit,
+    h + (row * PLACES + place) * F, stage, part, {expert}, threadgroup_position_in_grid.x,
+    thread_index_in_threadgroup, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);"""
 
-    all_rows = "(ulong(1) << N) - 1"
-    meet_shared = f"""if (slot == N * K) {{
-  {call("shared_gate", "shared_up", "1, K", "0", all_rows, "0")}
+    # The shared expert, which may take longest, comes first.
+    meet_shared = f"""if (place == K) {{
+  {call("shared_gate", "shared_up", "1", "0")}
   return;
 }}
 """
@@ -134,13 +134,10 @@ def _kernel(routed, shared=None) -> metal.Kernel:
         "experts",
         inputs=["x", "ids", "weights", "limit", *inputs],
         outputs=["h"],
-        call=f"""threadgroup float part[(D + 1023) / 1024 * 2 * T * M];
-{readers_}uint N = x_shape[0];
-uint slot = threadgroup_position_in_grid.y;
-uint lane = thread_index_in_simdgroup;
-{meet_shared if shared else ""}ulong left = together(ids, N * K, slot, lane);
-if (left & ((ulong(1) << slot) - 1)) {{
-  return;
-}}
-{call("gate", "up", "K, 0", "ids[slot]", "left", "slot")}""",
+        call=f"""threadgroup float4 stage[(D + 1023) / 1024 * 128];
+threadgroup float part[(D + 1023) / 1024 * 2 * T];
+{readers_}uint row = threadgroup_position_in_grid.y % x_shape[0];
+uint place = (threadgroup_position_in_grid.y / x_shape[0] + K) % PLACES;
+{meet_shared if shared else ""}uint slot = row * K + place;
+{call("gate", "up", "weights[slot]", "ids[slot]")}""",
     )

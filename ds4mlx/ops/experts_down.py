@@ -11,6 +11,7 @@ from . import metal
 from .dequantize import NATIVE, STRUCTS, arrays, dequantize, kind, native, readers
 from .linear import linear_reference
 
+_SIMDGROUPS = 14  # of a threadgroup, at most: each has 2 KB of its memory, which is 32 KB
 PLANES = tuple(type for type in STRUCTS if isinstance(type, str))  # packed, and in a kernel
 
 
@@ -25,19 +26,16 @@ def experts_down(h: mx.array, ids: mx.array, w2: Matrix, shared: Matrix | None =
     both = [w2] if shared is None else [w2, shared]
     if not takes(ids, *both):
         return experts_down_reference(h, ids, w2, shared)
-    tile, simdgroups = tiling(N, D), places
-    # One row has few threadgroups: larger ones, as far as registers go.
-    if N == 1 and places * blocks(F) <= 12:
-        simdgroups *= blocks(F)
-        if simdgroups <= 12 and D % 32 == 0:
-            tile |= {"T": 32, "R": 4}
-    threads = 32 * simdgroups
+    tile = tiling(D, N)
+    # The blocks of a row in simdgroups of their own, or one after the other.
+    split = blocks(F) if places * blocks(F) <= _SIMDGROUPS else 1
+    threads = 32 * places * split
     (out,) = _kernel(*map(kind, both))(
         h,
         ids,
         *arrays(*both),
-        template={"D": D, "F": F, "K": K, "PLACES": places, **tile},
-        grid=(D // tile["T"] * threads, 1, 1),
+        template={"D": D, "F": F, "K": K, "PLACES": places, "SPLIT": split, "T": tile},
+        grid=(D // tile * threads, N, 1),
         group=(threads, 1, 1),
         shapes=[(N, D)],
         dtypes=[mx.float32],
@@ -66,13 +64,14 @@ def gather(x: mx.array, w: Matrix, ids: mx.array) -> mx.array:
 def takes(ids: mx.array, *ws: Matrix) -> bool:
     """Whether the kernels are there for ids [N, K] and matrices [E, M, columns] or [M, columns].
 
-    They are for N and K up to 8, M a multiple of 4, columns a multiple of 32, 2048 elements or
-    more, and 2^32 or fewer.
+    They are for N and K up to 8, M a multiple of 4, columns a multiple of 32 up to 8192, 2048
+    elements or more, and 2^32 or fewer.
     """
     return (
         metal.enabled()
         and max(ids.shape) <= FEW
         and all(w.shape[-2] % 4 == 0 and w.shape[-1] % 32 == 0 for w in ws)
+        and all(w.shape[-1] <= 8192 for w in ws)  # of threadgroup memory there are 32 KB
         # An index counts elements; no plane has fewer than 8, which Metal gets in another space.
         and all(2048 <= math.prod(w.shape) <= 1 << 32 for w in ws)
     )
@@ -83,9 +82,9 @@ def blocks(columns: int) -> int:
     return -(-columns // 1024)
 
 
-def tiling(N: int, rows: int) -> dict[str, int]:
-    """T rows of weights a threadgroup, R at a time, for M rows of x at a time."""
-    return {"T": 4 if rows % 16 else 16, "R": 2, "M": min(N, 2)}
+def tiling(rows: int, N: int = 1) -> int:
+    """How many rows of weights a threadgroup takes: more where there are many threadgroups."""
+    return 4 if rows % 16 else 16 if N == 1 or rows % 32 else 32
 
 
 @cache
@@ -96,9 +95,11 @@ def _kernel(routed, shared=None) -> metal.Kernel:
         "experts_down",
         inputs=["h", "ids", *inputs],
         outputs=["out"],
-        call=f"""threadgroup float sums[{FEW} * PLACES * ((F + 1023) / 1024) * T];
-{readers_}experts_down<D, F, K, PLACES, T, R, M>(w2, {"shared" if shared else "w2"},
-    h, ids, out, sums, h_shape[0], threadgroup_position_in_grid.x, thread_index_in_threadgroup,
-    uint2(simdgroups_per_threadgroup, simdgroup_index_in_threadgroup),
-    thread_index_in_simdgroup);""",
+        call=f"""threadgroup float4 stage[PLACES * SPLIT * 128];
+threadgroup float sums[PLACES * ((F + 1023) / 1024) * T];
+{readers_}uint row = threadgroup_position_in_grid.y;
+experts_down<D, F, K, PLACES, SPLIT, T>(w2, {"shared" if shared else "w2"},
+    h + row * PLACES * F, ids + row * K, out + row * D, stage, sums,
+    threadgroup_position_in_grid.x, thread_index_in_threadgroup,
+    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
     )

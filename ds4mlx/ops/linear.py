@@ -12,6 +12,8 @@ from .dequantize import NATIVE, STRUCTS, arrays, dequantize, kind, native, reade
 
 _TILE = 1 << 26  # elements of a matrix that prefill widens at a time (256 MB of float32)
 _SIMDGROUPS = 8  # of a threadgroup of linear.metal
+# SETS of linear.metal, so that a lane reads 16 bytes of a row: faster from so many outputs on.
+_SETS, _ENOUGH = {"Q8_0": 4, "Q4_K": 8}, 4096
 _BUFFERS = 31  # that a Metal kernel takes
 
 
@@ -22,23 +24,20 @@ def _kernel(kinds: tuple) -> metal.Kernel:
     branches = []
     for name, kind_ in zip(names, kinds, strict=True):
         shape = f"{name}_{STRUCTS[kind_][1][0]}_shape[0]"
-        branches.append(f"""uint {name}_R = {shape} / G;
-uint {name}_size = linear_threadgroups({name}_R, TILE);
-if (place < {name}_size) {{
-  linear<ROWS, TILE>(x, {name}, {name}_out, part, x_shape[0], {name}_R, x_shape[2],
-      uint2(G, threadgroup_position_in_grid.y), place, simdgroup_index_in_threadgroup,
+        branches.append(f"""if (place < {name}_SIZE) {{
+  linear<ROWS, {name}_TILE, {name}_SETS, K, G>(x, {name}, {name}_out, part, x_shape[0],
+      {shape} / G, threadgroup_position_in_grid.y, place, simdgroup_index_in_threadgroup,
       thread_index_in_simdgroup);
   return;
 }}
-place -= {name}_size;
+place -= {name}_SIZE;
 """)
     return metal.Kernel(
         "linear",
         inputs=["x", *inputs],
         outputs=[f"{name}_out" for name in names],
-        call=f"""threadgroup float part[{_SIMDGROUPS} * ((ROWS * TILE + 31) / 32 * 32)];
-{readers_}uint G = threadgroups_per_grid.y;
-uint place = threadgroup_position_in_grid.x;
+        call=f"""threadgroup float part[PART];
+{readers_}uint place = threadgroup_position_in_grid.x;
 {"".join(branches)}""",
     )
 
@@ -93,12 +92,18 @@ def _launch(x: mx.array, ws: Sequence[Matrix]) -> list[mx.array]:
     for w in ws:
         assert w.shape[0] % G == 0 and w.shape[1] == K and x.dtype == mx.float32, (x, w.shape)
     rows = N if N == 1 else metal.round_up(N, 2)
-    tile = _tile(rows)
-    threadgroups = sum(_threadgroups(w.shape[0] // G, tile) for w in ws)
+    template = {"ROWS": rows, "K": K, "G": G, "PART": 0}
+    threadgroups = 0
+    for i, w in enumerate(ws):
+        sets, tile, size = _blocking(w, rows, G)
+        template |= {f"w{i}_SETS": sets, f"w{i}_TILE": tile, f"w{i}_SIZE": size}
+        part = _SIMDGROUPS * metal.round_up(rows * tile * sets, 32)
+        template["PART"] = max(template["PART"], part)
+        threadgroups += size
     return _kernel(tuple(kind(w) for w in ws))(
         x,
         *arrays(*ws),
-        template={"ROWS": rows, "TILE": tile},
+        template=template,
         grid=(32 * _SIMDGROUPS * threadgroups, G, 1),
         group=(32 * _SIMDGROUPS, 1, 1),
         shapes=[(N, w.shape[0]) for w in ws],
@@ -106,15 +111,18 @@ def _launch(x: mx.array, ws: Sequence[Matrix]) -> list[mx.array]:
     )
 
 
-def _tile(rows: int) -> int:
-    """Outputs that a simdgroup sums at a time."""
-    return 4
+def _blocking(w: Matrix, rows: int, G: int) -> tuple[int, int, int]:
+    """SETS and TILE of linear.metal, and how many threadgroups a group of w takes.
 
-
-def _threadgroups(R: int, tile: int) -> int:
-    """linear_threadgroups of linear.metal."""
-    split = 2 if R >= 16384 else 4 if R >= 4096 else 8
-    return -(-R // (tile * _SIMDGROUPS // split))
+    TILE may depend on the rows; SETS and the split order sums, and may not.
+    """
+    M, K = w.shape
+    sets = _SETS.get(kind(w), 1) if M >= _ENOUGH else 1
+    tile = 2 if sets == 8 or (sets > 1 and rows <= 2) else 4
+    tile = tile if tile <= M // G else 1
+    columns = 2048 if M >= 16384 else 1024 if M >= 4096 else 1  # as linear_split of linear.metal
+    split = next(n for n in (1, 2, 4, 8) if n == 8 or 2 * n * columns > K)
+    return sets, tile, -(-(M // G) // (tile * sets * _SIMDGROUPS // split))
 
 
 def linear_reference(x: mx.array, w: Matrix) -> mx.array:

@@ -1,7 +1,10 @@
+from collections import Counter
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from ds4mlx.ops import metal
 from ds4mlx.ops.experts_down import experts_down, experts_down_reference
 from tests.close import assert_close, assert_rows_alone
 from tests.metal.bench import executed
@@ -25,6 +28,7 @@ CASES = {  # atol: about 1e-5 of the greatest element
     # Flash's rows of 2048 and k of 6, and fewer of them
     "flash": Case(lambda: block("MXFP4", 8, 128, 2048, 6), "guard", atol=1e-3),
     "flash q2": Case(lambda: block("Q2_K", 8, 64, 2048, 6), "guard", atol=1e-3),
+    "a simdgroup for two blocks": Case(lambda: block("MXFP4", 8, 32, 2048, 8), "guard", atol=1e-3),
 }
 
 
@@ -41,6 +45,15 @@ def test_kernel_reads_the_exact_value_of_every_weight(type):
     with executed():
         read = mx.concatenate([experts_down(h, ids, w2) for h in one_hot])
     assert np.array_equal(np.array(read).T, exact(w2)[1])
+
+
+@pytest.mark.parametrize("columns, launches", [(8192, 1), (8224, 0)])
+def test_rows_too_long_for_threadgroup_memory_go_to_the_reference(columns, launches):
+    kernels = Counter()
+    with metal.traced(kernels):
+        w2 = matrix("MXFP4", 1, 4, columns)
+        experts_down(mx.zeros((1, 1, columns)), mx.zeros((1, 1), mx.uint32), w2)
+    assert kernels.total() == launches
 
 
 @pytest.mark.parametrize("type", ["MXFP4", "Q2_K", "F32"])

@@ -43,6 +43,9 @@ CASES = {
     "q8_0-odd": Case(lambda: make("Q8_0", 13, 1056), "check", atol=2e-4),
     "f16-odd": Case(lambda: make("F16", 70, 32), "check", atol=2e-5),
     "q8_0-flash": Case(lambda: make("Q8_0", 512, 4096), "guard", atol=3e-3),
+    "q8_0-one": Case(lambda: make("Q8_0", 1, 2048), "check", atol=2e-4),
+    "q8_0-shared": Case(lambda: make("Q8_0", 4099, 2080), "guard", atol=3e-3),
+    "q4_k-shared": Case(lambda: make("Q4_K", 4099, 2304), "guard", atol=2e-2),
     "mixed": Case(lambda: mixed()[:2], "guard", atol=2e-4),
     "q4_k-flash": Case(lambda: make("Q4_K", 512, 4096), "guard", atol=2e-2),
 }
