@@ -61,14 +61,17 @@ class Target:
 
     def forward(self, ids, step: Step, cache: Cache, pace=None) -> tuple[mx.array, mx.array]:
         """As a call, but the cache's position stays."""
-        tapped, taps = self.config.dspark_target_layer_ids, []
+        tapped, outputs = self.config.dspark_target_layer_ids, []
         for i, op, *streams in self.sublayers(ids, step, cache):
             if pace:
                 pace(streams, cache.layers[i].arrays())
-            if op == "ffn" and i in tapped:
-                x = settled(*streams)
-                taps.append(ops.hc_collapse(x, mx.full(x.shape[:2], 1 / x.shape[1])))
-        return settled(*streams), mx.concatenate(taps, axis=-1)
+            if op == "attn" and i - 1 in tapped:
+                outputs.append(streams[0])
+        x = settled(*streams)
+        if i in tapped:
+            outputs.append(x)
+        mean = mx.full(x.shape[:2], 1 / x.shape[1])
+        return x, ops.hc_collapse(mx.concatenate(outputs, axis=-1), mean)
 
     def sublayers(self, ids, step: Step, cache: Cache) -> Iterator[tuple]:
         """The forward pass: (layer, "attn" or "ffn", x, written) after each sublayer.
