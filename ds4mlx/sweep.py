@@ -9,11 +9,12 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from statistics import median
 
 import mlx.core as mx
 
-from .cache import Cache, Sequence
+from .cache import Cache, Sequence, Step
 from .draft import Block, Draft
 from .dspark import CONFIDENCE
 from .generate import Speculation, decode, prefill
@@ -91,12 +92,17 @@ class Sweep:
     ) -> Iterator[Point]:
         """Contexts grow by `incr` tokens or `mul` times; at each `tokens` are generated.
 
-        fill: no prompt is read, every state is drawn at random.
+        fill: no prompt is read, every state is drawn at random. Else a first chunk, which builds
+        kernels, is read twice and counts once.
         """
         target, more = self.target, 3 * tokens + 64
         cache = Cache(target.config, most + more)
         context = self.draft.cache() if self.draft else None
         ids = random.Random(0).choices(range(target.config.vocab_size), k=most)
+        if not fill:
+            first = ids[: min(start, self.chunk)]
+            for _ in prefill(target, first, Cache(target.config, len(first)), chunk=self.chunk):
+                pass
         ctx = start
         while ctx <= most:
             point = Point(ctx)
@@ -137,12 +143,27 @@ class Sweep:
         point.bandwidth_share = point.token_bytes / plain / self.bandwidth
         restore()
         if self.draft:
+            self._build(text, cache, restore)
             self._measure_draft(point, text, cache, context, restore)
             for acceptance in ACCEPTANCE:
                 drafted = self._forced(acceptance, text, streams, cache, context, restore)
                 point.accepted[acceptance], seconds = drafted
                 point.forced[acceptance] = plain / seconds
         point.peak_bytes = mx.get_peak_memory()
+
+    def _build(self, text, cache: Cache, restore):
+        """Every graph of a step that a drafted text may need: some come up once in 128 tokens."""
+        if not self.target.compiles:
+            return
+        sizes, kinds = range(1, self.draft.config.dspark_block_size + 2), set()
+        for at, rows in product(range(cache.position, cache.position + len(text)), sizes):
+            kind = Step.of(self.target.config, at, rows).kind
+            if kind not in kinds:
+                kinds.add(kind)
+                cache.advance(at - cache.position)
+                x, taps = self.target(mx.array(text[:rows], mx.int32), cache)
+                mx.eval(argmax(self.target.logits(x)), taps, cache.arrays())
+                restore()
 
     def _measure_draft(self, point: Point, text, cache: Cache, context, restore):
         target, draft = self.target, self.draft

@@ -1,14 +1,18 @@
 import math
 import time
+from collections import Counter
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import mlx.core as mx
 import pytest
 
+from ds4mlx import sweep
 from ds4mlx.cache import Cache
 from ds4mlx.errors import UsageError
 from ds4mlx.generate import Speculation, decode, prefill
 from ds4mlx.graphs import Graphs
+from ds4mlx.ops import metal
 from ds4mlx.sampling import Sampler
 from ds4mlx.schedule import Schedule
 from ds4mlx.sweep import Forced, Sweep, break_even, built, filled, timed_tokens, token_bytes
@@ -139,11 +143,29 @@ def test_every_figure_of_a_point_is_measured():
 
 
 def test_contexts_can_be_filled_with_random_states():
-    sweep = Sweep(target("s1_w16_r8"), chunk=16)
-    points = list(sweep.points(16, 40, mul=2.0, tokens=12, fill=True))
+    measured = Sweep(target("s1_w16_r8"), chunk=16)
+    points = list(measured.points(16, 40, mul=2.0, tokens=12, fill=True))
     assert [p.ctx for p in points] == [16, 32]
     assert all(p.prefill_tokens_per_second is None for p in points)
     assert all(p.decode_tokens_per_second > 0 for p in points)
     cache = filled(Cache(target("s1_w16_r8").config, 40), 31)
     assert cache.position == 31
     assert all(mx.abs(a).max() > 0 for a in cache.live())
+
+
+def test_every_graph_of_a_drafted_text_is_built_before_it_is_timed():
+    model = flash(layers=5, seed=None)
+    cache = Cache(model.config, 200)
+    cache.advance(110)
+    saved, text = cache.snapshot(), [1] * 24
+    with patch.object(sweep, "copy_bandwidth", return_value=1.0), metal.traced(Counter()):
+        measured = Sweep(model, SimpleNamespace(config=SimpleNamespace(dspark_block_size=5)))
+        measured._build(text, cache, lambda: cache.restore(saved))
+        assert cache.position == 110
+        traces = Graphs.traces
+        for at in range(110, 134):
+            for rows in range(1, 7):
+                cache.advance(at - cache.position)
+                model(mx.array(text[:rows], mx.int32), cache)
+                cache.restore(saved)
+    assert Graphs.traces == traces > 10
