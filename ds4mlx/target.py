@@ -29,7 +29,7 @@ class Target:
         self.norm = weights["norm.weight"]
         self.head = weights["head.weight"]
         self.freqs = {r: config.rope_freqs(compressed=r) for r in (False, True)}
-        self._graphs = Graphs(self.graph)
+        self._steps, self._readers = Graphs(self.graph), Graphs(self.reader)
         weights.finish()
 
     def __call__(
@@ -45,7 +45,7 @@ class Target:
         # A scatter on a GPU would write beyond the entries.
         assert step.position + step.rows <= cache.ctx, (step.position, step.rows, cache.ctx)
         if step.rows <= FEW and self.compiles:
-            run = self._graphs(*step.kind)
+            run = self._steps(*step.kind)
             x, taps, *arrays = run(ids, mx.array(step.position), *cache.arrays())
             cache.replace(arrays)
         else:
@@ -103,7 +103,14 @@ class Target:
 
     def logits(self, x: mx.array) -> mx.array:
         """Streams [N, HC, D] -> float32 logits [N, V]."""
+        if x.shape[0] <= FEW and self.compiles:
+            return self._readers(x.shape[0])(x)
         return ops.linear(self.normed(self.collapse(x)), self.head)
+
+    def reader(self, rows: int) -> Callable:
+        """The logits of that many rows as one graph."""
+        me = proxy(self)
+        return compiled(lambda x: ops.linear(me.normed(me.collapse(x)), me.head))
 
     def collapse(self, x: mx.array) -> mx.array:
         """Streams [N, HC, D] -> the read-out row [N, D] before the last norm."""

@@ -12,6 +12,7 @@ import pytest
 
 from ds4mlx import ops
 from ds4mlx.cache import Cache, Ring, Step
+from ds4mlx.graphs import Graphs
 from ds4mlx.ops import metal
 from ds4mlx.synthetic import flash
 from ds4mlx.target import Attention, Indexer, MoE, settled
@@ -344,6 +345,19 @@ def test_a_step_that_compiles_keeps_one_graph_a_kind_and_thread():
         with ThreadPoolExecutor(1) as pool:
             pool.submit(steps).result()
     assert len(built) == 4
+
+
+def test_logits_of_few_rows_are_one_graph_a_number_of_rows():
+    model, kernels = flash(layers=3, seed=None), Counter()
+    x = mx.zeros((2, 4, 4096))
+    with metal.traced(kernels):
+        traces = Graphs.traces
+        for rows in (1, 2, 1, 2):
+            assert model.logits(x[:rows]).shape == (rows, 129280)
+        assert Graphs.traces == traces + 2
+        assert kernels == {"hc_head": 4, "rms_norm": 2, "linear": 2}
+        model.logits(mx.zeros((9, 4, 4096)))
+    assert Graphs.traces == traces + 2
 
 
 def test_a_chunk_is_evaluated_sublayer_by_sublayer_and_comes_out_the_same():
