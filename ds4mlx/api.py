@@ -17,7 +17,7 @@ from .chat import render
 from .config import TargetConfig
 from .draft import Block, Draft, DraftConfig
 from .errors import UsageError
-from .generate import Speculation, begun, decode, prefill
+from .generate import Speculation, awaited, decode, prefill
 from .loading import load_files
 from .parse import OutputParser
 from .report import DraftReport
@@ -110,7 +110,8 @@ class Model:
         tokens: most tokens to generate (default 50,000; 256 for a completion model). ctx: tokens
         of prompt and reply together (default: that of `load`). temp 0 is greedy;
         otherwise top_p, min_p and seed apply. think: "off", "low", "high" or "max"; release:
-        "preview" or "0731", where the file does not tell. raw: the text's tokens and nothing else
+        "preview" or "0731", where the file does not tell. prefill_chunk: prompt tokens at a time
+        (default: 4096, 2048 or 512, as memory allows). raw: the text's tokens and nothing else
         (no begin token, no roles); a model without chat roles completes the text after a begin
         token.
         dspark: decode with the draft; the text is the same. dspark_confidence (default 0.7, implies
@@ -132,6 +133,7 @@ class Model:
             temp=temp,
         )
         ctx = self._context(ctx)
+        chunk = self._rows(ctx, prefill_chunk)
         notes, self._risks = self._risks, []
         ids, parser = self._prompt(prompt, system, think, release, raw, notes)
         if len(ids) >= ctx:
@@ -147,12 +149,12 @@ class Model:
             sampler=Sampler(temp, top_p, min_p, seed),
             limit=tokens or default,
             ctx=ctx,
-            chunk=prefill_chunk or self._chunk,
+            chunk=chunk,
             progress=progress,
             notes=notes,
             drafting=self._drafting(confidence, dspark_schedule, notes),
             memory={
-                "planned_bytes": self._plan(ctx, prefill_chunk or self._chunk).total,
+                "planned_bytes": self._plan(ctx, chunk).total,
                 "wired_requested_bytes": self._wired.requested,
                 "wired_bytes": self._wired.granted,
             },
@@ -216,11 +218,27 @@ class Model:
         """
         ctx = preflight.context(ctx or self._ctx, self.config.max_position_embeddings)
         if ctx > self._ctx:
-            # The weights are there already, and no longer free.
-            more = lambda n: replace(self._plan(n), weights=0, draft=0)  # noqa: E731
-            risk = preflight.require(self.name, more, ctx, preflight.device(), self._forced)
-            self._risks += [risk] if risk else []
+            self._require(self._more, ctx)
         return ctx
+
+    def _rows(self, ctx: int, asked: int | None) -> int:
+        """Tokens of prefill at a time: those asked for, or the most that fit.
+
+        Raises Ds4Error if memory is too small for those asked for.
+        """
+        if asked and asked > self._chunk:
+            self._require(lambda n: self._more(n, asked), ctx)
+        if asked or ctx <= self._ctx:
+            return asked or self._chunk
+        return preflight.chunk(self._more, ctx, preflight.device())
+
+    def _more(self, *sizes: int) -> preflight.Need:
+        """What a run takes beyond the weights, which are there already, and no longer free."""
+        return replace(self._plan(*sizes), weights=0, draft=0)
+
+    def _require(self, plan: preflight.Plan, ctx: int):
+        risk = preflight.require(self.name, plan, ctx, preflight.device(), self._forced)
+        self._risks += [risk] if risk else []
 
     def close(self):
         """Free the weights. Replies and sessions that are still held keep them alive."""
@@ -254,12 +272,20 @@ class Session:
     """
 
     def __init__(self, target: Target, ctx: int, draft: Draft | None = None):
-        self._target, self._cache = target, begun(Cache(target.config, ctx))
-        self._draft, self._context = draft, draft and begun(draft.cache())
+        self._target, self._cache = target, Cache(target.config, ctx)
+        self._draft, self._context = draft, draft and draft.cache()
+        awaited([self._cache.arrays(), self._context.arrays() if draft else []])
+        self._torn = False  # in the middle of a chunk
         self.hidden = None  # [n, taps * D] float32 of the last feed: the rows that DSpark reads
 
     def feed(self, ids: Sequence[int], *, chunk: int = CHUNK) -> mx.array:
-        """Process `ids` after the tokens so far -> float32 logits [n, vocab] of these rows."""
+        """Process `ids` after the tokens so far -> float32 logits [n, vocab] of these rows.
+
+        Raises UsageError for ids outside the vocabulary, more than the context has room for, and
+        after a feed that was interrupted.
+        """
+        if self._torn:
+            raise UsageError("a feed of this session was interrupted, wanted a new session")
         vocab, room = self._target.config.vocab_size, self._cache.ctx - self.position
         bad = [i for i in ids if not 0 <= i < vocab]
         if bad:
@@ -268,11 +294,13 @@ class Session:
             raise UsageError(f"feed got {len(ids)} tokens, wanted 1 to {room} (context is full)")
         logits, taps = [], []
         drafting = {"draft": self._draft, "context": self._context}
+        self._torn = True
         for streams, tap in prefill(self._target, ids, self._cache, chunk=chunk, **drafting):
             logits.append(self._target.logits(streams))
             taps.append(tap)
-        self.hidden = mx.concatenate(taps)
-        return mx.concatenate(logits)
+        self.hidden, found = awaited([mx.concatenate(taps), mx.concatenate(logits)])
+        self._torn = False
+        return found
 
     def rewind(self, n: int):
         """Forget the newest `n` tokens (at most 8 behind the furthest), as if never seen."""
@@ -293,7 +321,9 @@ class Session:
             raise UsageError(f"token id {anchor} is outside the vocabulary of {vocab}")
         if self.position == 0:
             raise UsageError("propose reads the tokens so far, wanted at least one to be fed")
-        return self._draft.propose(mx.array([anchor], mx.int32), self._context)
+        block = self._draft.propose(mx.array([anchor], mx.int32), self._context)
+        awaited([block.tokens, block.logits, block.confidence])
+        return block
 
     @property
     def position(self) -> int:

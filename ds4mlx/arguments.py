@@ -112,6 +112,7 @@ MODEL = Flag(
     "without it the small embedded model runs, which completes Python",
     FILE,
 )
+CHUNK = "prompt tokens at a time (default: 4096, 2048 or 512, as memory allows)"
 MTP = Flag(
     ("--mtp", "--mtp-model"),
     "mtp",
@@ -201,7 +202,7 @@ VERBS = {
             Flag(
                 ("--prefill-chunk",),
                 "prefill_chunk",
-                "prompt tokens at a time (default: 4096, 2048 or 512, as memory allows)",
+                CHUNK,
                 _whole(1),
             ),
             MTP,
@@ -255,7 +256,7 @@ VERBS = {
             Flag(("--step-mul",), "step_mul", "contexts grow F times", _real(1, 100), default=2.0),
             Flag(("--gen-tokens",), "gen_tokens", "tokens at each context", _whole(8), default=64),
             Flag(("--fill",), "fill", "fill contexts with random states, read no prompts"),
-            Flag(("--prefill-chunk",), "chunk", "prompt tokens at a time", _whole(1), default=4096),
+            Flag(("--prefill-chunk",), "chunk", CHUNK, _whole(1)),
             Flag(
                 ("--synthetic",),
                 "synthetic",

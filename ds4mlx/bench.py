@@ -61,7 +61,7 @@ def sweep_rows(
     step_mul: float = 2.0,
     gen_tokens: int = 64,
     fill: bool = False,
-    chunk: int = 4096,
+    chunk: int | None = None,
     csv: str | None = None,
     plot: str | None = None,
     force: bool = False,
@@ -82,8 +82,8 @@ def sweep_rows(
         if not find_spec("matplotlib"):
             raise Ds4Error("plot needs matplotlib, which is not here: pip install 'ds4mlx[plot]'")
     most, contexts = max(ctx_start, ctx_max or 0), {"incr": step_incr or 0, "mul": step_mul}
-    target, draft, _loaded = _targets(model, mtp, synthetic, layers, most, force)
-    bench = sweep.Sweep(target, draft, chunk=chunk)
+    target, draft, loaded = _targets(model, mtp, synthetic, layers, most, force)
+    bench = sweep.Sweep(target, draft, chunk=chunk or (loaded._chunk if loaded else 4096))
     yield f"machine: {_machine()}, copy {bench.bandwidth / 1e9:.0f} GB/s (read and written)"
     yield f"commit: {_commit()}, mlx {version('mlx')}"
     made = f"synthetic {synthetic}, {layers} layers"

@@ -75,7 +75,8 @@ class Draft:
 
     def propose(self, anchor: mx.array, cache: DraftCache) -> Block:
         """anchor [1] int32, the token at `cache.position` -> a block of guesses after it."""
-        if self.target.compiles:
+        # Attention's reference, which takes more rows than FEW, has to know its position.
+        if self.target.compiles and self.config.dspark_block_size <= FEW:
             run, position = self._graphs("block"), mx.array(cache.position)
         else:
             run, position = self.block, cache.position

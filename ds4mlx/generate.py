@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import count, takewhile
 
 import mlx.core as mx
 
@@ -32,9 +32,15 @@ def prefill(
 
     The context of a `draft` grows along.
     """
+    sublayers = 2 * target.config.num_hidden_layers
     for at in range(0, len(ids), chunk):
         part = mx.array(ids[at : at + chunk], mx.int32)
-        streams, taps = target(part, cache, paced())
+
+        def done(n: int, at=at, part=part):
+            if progress and n < sublayers:
+                progress("prefill", at + len(part) * n // sublayers, len(ids))
+
+        streams, taps = target(part, cache, paced(done))
         if draft:
             draft.extend(taps, context)
         mx.eval(streams, taps, cache.arrays(), context.arrays() if draft else [])
@@ -43,24 +49,25 @@ def prefill(
         yield streams, taps
 
 
-def begun(cache: Cache | DraftCache) -> Cache | DraftCache:
-    """The same cache, in memory: a lazy array belongs to the thread that built it."""
-    mx.eval(cache.arrays())
-    return cache
+def awaited(arrays):
+    """The same arrays, in memory: a lazy one belongs to the thread that built it."""
+    mx.eval(arrays)
+    return arrays
 
 
-def paced() -> Callable:
-    """Evaluates what it is called with, two calls at a time.
+def paced(done: Callable[[int], None]) -> Callable:
+    """Evaluates what it is called with, two calls at a time; `done` hears of the n-th.
 
     What a chunk of prefill takes would else all be held at once.
     """
-    before = []
+    before, calls = [], count(1)
 
     def pace(*arrays):
         mx.async_eval(arrays)
         if before:
             mx.eval(before.pop())
         before.append(arrays)
+        done(next(calls))
 
     return pace
 

@@ -195,7 +195,8 @@ class Schedule:
         self._credit(_SHARE * tokens)
 
     def _credit(self, gain: float):
-        self._account = min(_MOST, self._account + gain)
+        # A hiccup, in the first sample of a cost, would else be paid for through many texts.
+        self._account = max(-_MOST, min(_MOST, self._account + gain))
 
     def _fade(self, kept: float):
         for counts in (self.hits, self.places):
@@ -216,7 +217,8 @@ class Schedule:
             return known
         guess = lambda k: self._seen_cost(k) - (self.launch.value or 0.0)  # noqa: E731
         near = _nearest(self.ahead, n)
-        return guess(n) + (self.ahead[near].value - guess(near) if near is not None else 0.0)
+        more = self.ahead[near].value - guess(near) if near is not None else 0.0
+        return max(self.plain.value, guess(n) + more)
 
     def _verify_cost(self, n: int) -> float:
         """Measured, or on the line from a plain step, with its launch, through what was."""

@@ -115,6 +115,8 @@ def _experts(s: Shapes):
         down = "Q2_K" if up == "IQ2_XXS" else up
         make = partial(_routed, s, up, down)
         yield Case("experts", f"{up}, {down}, {s.k} of {s.held}, a shared one", make, 1e-5)
+    make = partial(_routed, s, "IQ2_XXS", "Q2_K", ops.SORTED // FEW)
+    yield Case("dequantize", f"experts of {ops.SORTED} rows, float16", make, 3e-3, alone=False)
     for t in PLANES:
         make = partial(_routed_down, s, t)
         yield Case("experts_down", f"{t} {s.k} of {s.held}, {s.F} to {s.D}", make, 1e-5)
@@ -233,14 +235,16 @@ def _chosen(E: int, k: int) -> mx.array:
     return mx.array(np.stack([rng.permutation(E)[:k] for _ in range(FEW)]), mx.uint32)
 
 
-def _routed(s: Shapes, up: str, down: str) -> Work:
+def _routed(s: Shapes, up: str, down: str, times: int = 1) -> Work:
+    """times: so often stand the rows there, and the last of each is what comes out."""
     routed = [matrix(up, s.held, s.F, s.D, seed=i) for i in range(2)]
     routed += [matrix(down, s.held, s.D, s.F)]
     shared = [matrix("Q8_0", *shape) for shape in ((s.F, s.D), (s.F, s.D), (s.D, s.F))]
     read = sum(w.nbytes for w in routed) * s.k // s.held + sum(w.nbytes for w in shared)
 
-    def op(w, x, ids, weights):
-        return ops.experts(x, ids, weights, *w[:3], 10.0, shared=tuple(w[3:]))
+    def op(w, *rows):
+        x, ids, weights = (mx.tile(r, (times, 1)) for r in rows)
+        return ops.experts(x, ids, weights, *w[:3], 10.0, shared=tuple(w[3:]))[-len(rows[0]) :]
 
     x, weights = _normal(FEW, s.D) / 8, mx.abs(_normal(FEW, s.k))
     return _work(op, routed + shared, x, _chosen(s.held, s.k), weights, read=read)

@@ -143,7 +143,7 @@ class Sweep:
         point.bandwidth_share = point.token_bytes / plain / self.bandwidth
         restore()
         if self.draft:
-            self._build(text, cache, restore)
+            self._build(text, cache, context, restore)
             self._measure_draft(point, text, cache, context, restore)
             for acceptance in ACCEPTANCE:
                 drafted = self._forced(acceptance, text, streams, cache, context, restore)
@@ -151,8 +151,8 @@ class Sweep:
                 point.forced[acceptance] = plain / seconds
         point.peak_bytes = mx.get_peak_memory()
 
-    def _build(self, text, cache: Cache, restore):
-        """Every graph of a step that a drafted text may need: some come up once in 128 tokens."""
+    def _build(self, text, cache: Cache, context, restore):
+        """Every graph that a drafted text may need: some come up once in 128 tokens."""
         if not self.target.compiles:
             return
         sizes, kinds = range(1, self.draft.config.dspark_block_size + 2), set()
@@ -162,7 +162,8 @@ class Sweep:
                 kinds.add(kind)
                 cache.advance(at - cache.position)
                 x, taps = self.target(mx.array(text[:rows], mx.int32), cache)
-                mx.eval(argmax(self.target.logits(x)), taps, cache.arrays())
+                self.draft.extend(taps, context)
+                mx.eval(argmax(self.target.logits(x)), cache.arrays(), context.arrays())
                 restore()
 
     def _measure_draft(self, point: Point, text, cache: Cache, context, restore):

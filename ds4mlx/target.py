@@ -18,6 +18,8 @@ class Target:
     """DeepSeek V4 (model 3). Takes every tensor of `weights`; leftovers are an error."""
 
     def __init__(self, config: TargetConfig, weights: Weights):
+        tapped, layers = config.dspark_target_layer_ids, range(config.num_hidden_layers)
+        assert tapped and set(tapped) <= {*layers}, (tapped, layers)
         self.config = config
         self.embed = weights["embed.weight"]
         self.layers = [

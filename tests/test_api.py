@@ -4,6 +4,7 @@ import gc
 import json
 import shutil
 import threading
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 import ds4mlx
 from ds4mlx import tokenizer
+from ds4mlx.cache import LayerCache
 from ds4mlx.errors import FileError, UsageError
 from tests.close import assert_same
 from tests.golden_data import folder
@@ -120,12 +122,21 @@ def test_a_reply_may_be_read_in_another_thread(model, greedy):
         assert found == model.generate(PROMPT, tokens=24, **options).tokens
 
 
-def test_a_session_may_be_fed_in_another_thread(model):
+def test_an_interrupted_session_is_not_fed_again(model):
+    ids, session = model.tokenizer.encode(PROMPT), model.session(ctx=64)
+    interrupted = patch.object(LayerCache, "write", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        session.feed(ids)
+    with pytest.raises(UsageError, match="was interrupted, wanted a new session"):
+        session.feed(ids)
+
+
+def test_a_session_may_be_fed_and_read_in_another_thread(model):
     ids, session, found = model.tokenizer.encode(PROMPT), model.session(ctx=64), []
-    thread = threading.Thread(target=lambda: found.append(np.array(session.feed(ids))))
+    thread = threading.Thread(target=lambda: found.append(session.feed(ids)))
     thread.start()
     thread.join()
-    assert np.array_equal(found[0], np.array(model.session(ctx=64).feed(ids)))
+    assert np.array_equal(np.array(found[0]), np.array(model.session(ctx=64).feed(ids)))
     assert np.array(session.feed(ids)).shape == found[0].shape
 
 
@@ -271,6 +282,8 @@ def test_progress_reaches_its_total(model):
     assert loads[-1][1] == loads[-1][2] > 20e6 and len(loads) > 100
     n = len(model.tokenizer.encode(PROMPT)) + 1
     assert seen[-1] == ("prefill", n, n) and ("prefill", 3, n) in seen
+    read = [at[1] for at in seen if at[0] == "prefill"]
+    assert read == sorted(read) and len(read) > 2 * n / 3  # within chunks, too
 
 
 def test_a_folder_with_official_names_loads(tmp_path):

@@ -2,6 +2,7 @@
 
 import gc
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from unittest.mock import patch
@@ -173,6 +174,15 @@ def test_a_compiled_proposal_launches_what_one_does_that_is_not():
         tokens, _, confidence = model.block(anchor, 200, *context.arrays())
     assert graph == ops and graph["attention"] == 2 * 3
     assert primitives.total() < graph_primitives([tokens, confidence]).total() < 20
+
+
+def test_a_block_of_more_rows_than_attention_has_a_kernel_for_is_no_graph():
+    model, context, anchor = hollow_draft()
+    model.config, positions = replace(model.config, dspark_block_size=9), []
+    block = lambda anchor, position, *rings: positions.append(position) or [anchor] * 3  # noqa: E731
+    with metal.traced(Counter()), patch.object(model, "block", block):
+        model.propose(anchor, context)
+    assert positions == [200]
 
 
 def test_compiled_context_rows_launch_what_those_do_that_are_not():

@@ -235,6 +235,21 @@ def test_a_prompt_is_read_in_the_largest_chunks_that_fit(on, rows):
     assert preflight.chunk(taken, 32768, on) == rows
 
 
+def test_a_larger_context_is_read_in_chunks_that_fit_it(pair, monkeypatch):
+    sizes = {4096: 100, 2048: 20, 512: 5}
+    grown = lambda ctx, n=512: plan(0, workspace=sizes[n] * ctx / 1024)(ctx)  # noqa: E731
+    monkeypatch.setattr(pair, "_plan", grown)
+    monkeypatch.setattr(pair, "_ctx", 512)
+    monkeypatch.setattr(pair, "_chunk", 4096)
+    monkeypatch.setattr(preflight, "device", lambda: metal(90))
+    assert pair._rows(512, None) == 4096
+    assert pair._rows(2048, None) == 2048
+    assert pair._rows(2048, 100) == 100
+    monkeypatch.setattr(pair, "_chunk", 2048)
+    with pytest.raises(Ds4Error, match="GiB short"):
+        pair._rows(2048, 4096)
+
+
 # Files of the full size, by their headers -----------------------------------------------------
 
 FLASH = dict(D=4096, V=129280, H=64, dh=512, Rq=1024, G=8, Ro=1024, E=256, K=6, F=2048)

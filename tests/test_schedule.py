@@ -494,3 +494,19 @@ def test_drafted_sampling_is_the_plain_sampling_of_its_seed():
             state.advance(1)
         texts.append(list(loop.decode(mx.array([0]), 50)))
     assert texts[0] == texts[1]
+
+
+def test_one_slow_cycle_does_not_end_drafting():
+    schedule, drafted = Schedule(BLOCK), []
+    schedule.begin()
+    for step in range(600):
+        plan = schedule.plan(BLOCK)
+        if plan.skip:
+            schedule.plain_took(0.01)
+            continue
+        n = plan.drafts or schedule.drafts([0.9] * BLOCK, BLOCK)
+        slow = 60.0 if not drafted else 0.0
+        drafted.append(step)
+        ahead = plan.drafts is not None
+        schedule.cycle_took(Cycle([0.9] * BLOCK, BLOCK, n, n, ahead, 0.002, 0.001, 0.015 + slow))
+    assert sum(step >= 500 for step in drafted) > 50

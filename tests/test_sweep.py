@@ -159,8 +159,14 @@ def test_every_graph_of_a_drafted_text_is_built_before_it_is_timed():
     cache.advance(110)
     saved, text = cache.snapshot(), [1] * 24
     with patch.object(sweep, "copy_bandwidth", return_value=1.0), metal.traced(Counter()):
-        measured = Sweep(model, SimpleNamespace(config=SimpleNamespace(dspark_block_size=5)))
-        measured._build(text, cache, lambda: cache.restore(saved))
+        extended = []
+        draft = SimpleNamespace(
+            config=SimpleNamespace(dspark_block_size=5),
+            extend=lambda taps, _: extended.append(taps.shape[0]),
+        )
+        context = SimpleNamespace(arrays=list)
+        Sweep(model, draft)._build(text, cache, context, lambda: cache.restore(saved))
+        assert {*extended} == {1, 2, 3, 4, 5, 6}
         assert cache.position == 110
         traces = Graphs.traces
         for at in range(110, 134):

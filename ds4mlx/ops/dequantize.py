@@ -19,7 +19,7 @@ def dequantize(w: Matrix, dtype: mx.Dtype = mx.float32) -> mx.array:
     elements or more.
     """
     elements = math.prod(w.shape)
-    if not (metal.enabled() and isinstance(w, Packed) and 2048 <= elements < 1 << 32):
+    if not (metal.enabled() and isinstance(w, Packed) and 2048 <= elements < 1 << 31):
         return dequantize_reference(w).astype(dtype)
     (out,) = _kernel(w.type)(
         *arrays(w),

@@ -24,9 +24,9 @@ def experts(
     that every row meets with weight 1; its product is added last.
 
     Two launches, `experts` (w1 and w3) and `experts_down` (w2), where their kernels take the
-    shapes (`takes`) and w1 is of w3's type, the shared ones too; else the reference. More rows
-    than FEW go through them in blocks, and many through MLX's grouped product (`_sorted`); the
-    shared expert then through a product of all.
+    shapes (`takes`), w1 is of w3's type, and the shared ones are so too; else the reference. More
+    rows than FEW go through them in blocks, and many through MLX's grouped product (`_sorted`);
+    the shared expert then through a product of all.
     """
     N, K = ids.shape
     if N > FEW and takes(ids[:FEW], w1, w3, w2):
@@ -39,7 +39,11 @@ def experts(
         return routed + mlp_reference(x, *shared, limit) if shared else routed
     F, D = w1.shape[1:]
     both = [(w1, w3, w2), *([shared] if shared else [])]
-    if not all(kind(gate) == kind(up) and takes(ids, gate, up) for gate, up, _ in both):
+    taken = (
+        kind(gate) == kind(up) and takes(ids, gate, up) and gate.shape[-2:] == (F, D)
+        for gate, up, _ in both
+    )
+    if not all(taken):
         return experts_reference(x, ids, weights, w1, w3, w2, limit, shared)
     tile = tiling(F)
     places = K + len(both) - 1

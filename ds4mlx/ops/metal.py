@@ -5,19 +5,21 @@ launch is a Ds4Error at once; a kernel that its compiler refuses, or that dies, 
 the `mx.eval` that needs it, unless the launch stands in `eager`. Nothing falls back.
 """
 
+import atexit
 import hashlib
 import math
 import os
 import re
+import shutil
 import sys
+import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 
@@ -35,6 +37,7 @@ _HAS_GPU = mx.metal.is_available() or mx.cuda.is_available()  # asked 200 times 
 _reference = ContextVar("reference", default=False)
 _wait: ContextVar[Callable | None] = ContextVar("wait", default=None)
 _verbose = ContextVar("verbose", default=False)
+_making, _made = threading.Lock(), {}  # the folder of sources, by process
 _traced: ContextVar[Counter | None] = ContextVar("traced", default=None)
 
 
@@ -133,7 +136,7 @@ class Kernel:
             results = launch(self, inputs, template, grid, group, shapes, dtypes)
             if wait := _wait.get():
                 wait(results)
-        except (RuntimeError, ValueError, TypeError) as error:
+        except (RuntimeError, ValueError, TypeError, OSError) as error:
             raise self.error(inputs, template, str(error)) from error
         return results
 
@@ -172,15 +175,26 @@ class Kernel:
 
 def included(name: str, text: str) -> str:
     """What includes `text`: on CUDA, MLX hashes all of a kernel's source at every launch."""
-    path = Path(_directory().name) / f"{name}.h"
+    path = _directory() / f"{name}.h"
     path.write_text(text)
     return f'#include "{path}"\n'
 
 
-@cache
-def _directory() -> TemporaryDirectory:
-    """Of the process; gone when it ends."""
-    return TemporaryDirectory(prefix="ds4mlx-")
+def _directory() -> Path:
+    """Of this process, which removes it when it ends; a child that was forked has its own."""
+    with _making:
+        if os.getpid() not in _made:
+            path = Path(tempfile.mkdtemp(prefix="ds4mlx-"))
+            if '"' in str(path):
+                raise ValueError(f"{path}: CUDA cannot include from a folder with a quote in it")
+            _made[os.getpid()] = path
+            atexit.register(_remove, os.getpid(), path)
+        return _made[os.getpid()]
+
+
+def _remove(process: int, path: Path):
+    if process == os.getpid():
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def launch(kernel: Kernel, inputs, template: dict, grid, group, shapes, dtypes):

@@ -208,3 +208,15 @@ def test_many_rows_go_through_the_kernels_in_blocks(type):
             alone = experts(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], *w, LIMIT)
             assert_same(routed[i : i + 1], alone)
     assert_close(got, want, atol=1e-5 * np.abs(want).max())
+
+
+def test_a_shared_expert_of_another_width_takes_the_reference():
+    w = [matrix("MXFP4", 3, 64, 256), matrix("MXFP4", 3, 64, 256), matrix("MXFP4", 3, 256, 64)]
+    shared = [matrix("Q8_0", *shape) for shape in ((128, 256), (128, 256), (256, 128))]
+    mx.random.seed(5)
+    x, weights = mx.random.normal((2, 256)) / 16, mx.random.uniform(shape=(2, 2))
+    ids = mx.array([[0, 1], [2, 0]], mx.uint32)
+    want = np.array(experts_reference(x, ids, weights, *w, LIMIT, shared))
+    with executed("guard"):
+        got = experts(x, ids, weights, *w, LIMIT, shared)
+    assert_close(got, want, atol=1e-5 * np.abs(want).max())
