@@ -25,6 +25,7 @@ _FORBIDDEN = {
     "printf": "Metal has no printf",
     "atomic": "kernels use no atomics",
 }
+_BYTES = {"float": 4, "uint": 4, "int": 4, "half": 2, "ushort": 2, "uchar": 1}
 _PARAMETER = re.compile(r"^ +(?:const )?(?:(device|constant) )?([\w ]+?)([*&]?) (\w+) \[\[", re.M)
 
 
@@ -64,7 +65,7 @@ def signature(source: str) -> dict[str, Parameter]:
 
 def lint(source: str) -> list[str]:
     """What is wrong with a generated source; a template is judged with its arguments."""
-    return _forbidden(source) + _typed(source)
+    return _forbidden(source) + _typed(source) + _crowded(source)
 
 
 def _forbidden(source: str) -> list[str]:
@@ -75,6 +76,25 @@ def _forbidden(source: str) -> list[str]:
     return [_FORBIDDEN[w] for w in sorted(found)] + [
         f"pointer without an address space: {m.strip()}" for m in re.findall(bare, code, re.M)
     ]
+
+
+def threadgroup_bytes(source: str) -> int:
+    """The threadgroup memory that the kernel function declares, with its template arguments."""
+    values = dict(re.findall(r"constexpr \w+ (\w+) = (\d+);", source))
+    if use := re.search(r"template \[\[host_name.*?decltype\(\w+<(.*?)>\)", source, re.S):
+        names = re.findall(r"\w+ (\w+)[,>]", re.findall(r"template <(.*?>)", source)[-1])
+        values |= zip(names, use[1].split(", "), strict=True)
+    body = source[source.index("[[kernel]]") :]
+    total = 0
+    for kind, count, length in re.findall(r"threadgroup (\w+?)([234]?) \w+\[(.*?)\];", body):
+        length = re.sub(r"[A-Za-z_]\w*", lambda m: values[m[0]], length).replace("/", "//")
+        total += _BYTES[kind] * int(count or 1) * eval(length)
+    return total
+
+
+def _crowded(source: str) -> list[str]:
+    used = threadgroup_bytes(source)
+    return [f"{used} bytes of threadgroup memory, of 32768"] if used > 32768 else []
 
 
 def _typed(source: str) -> list[str]:

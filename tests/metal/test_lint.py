@@ -6,7 +6,7 @@ import pytest
 from ds4mlx.msl.call import ATTRIBUTES, TYPES
 
 from .cases import all_cases
-from .lint import Parameter, generated, lint, signature
+from .lint import Parameter, generated, lint, signature, threadgroup_bytes
 from .test_faults import CALL, SOURCE, Planted
 
 CASES = all_cases()
@@ -86,3 +86,24 @@ def test_a_planted_mistake_is_seen(mistake):
 
 def test_an_input_of_few_elements_bound_to_device_is_seen():
     assert lint(planted("METAL_FUNC void f(const device float* x) {}", "f(x);", K=2))
+
+
+def test_threadgroup_memory_is_counted_with_the_arguments_of_the_template():
+    call = "threadgroup float4 a[K * 128];\nthreadgroup uint b[(K + 1) / 2];"
+    kernel = Planted("", call, ["few", "many", "one"], ["out", "half_out"])
+
+    def source(K):
+        def op(*inputs):
+            return kernel(
+                *inputs,
+                template={"K": K},
+                grid=(32, 1, 1),
+                group=(32, 1, 1),
+                shapes=[(32,), (32,)],
+                dtypes=[mx.float32, mx.float16],
+            )
+
+        return generated(op, mx.zeros((7,)), mx.zeros((2, 4)), mx.array(1, mx.uint32))[0]
+
+    assert threadgroup_bytes(source(3)) == 16 * 3 * 128 + 4 * 2
+    assert "32800 bytes of threadgroup memory, of 32768" in lint(source(16))[-1]
