@@ -11,7 +11,10 @@ def grouped_linear(x: mx.array, w: Matrix) -> mx.array:
 
     The kernel, for the shapes that `linear` says, is that of `linear`: one launch.
     """
-    return products(x, [w])[0] if takes(x, w) else grouped_linear_reference(x, w)
+    N, G, K = x.shape
+    if not takes(x, w):
+        return grouped_linear_reference(x, w)
+    return products(x if G > 1 else x.reshape(N, K), [w], G)[0]
 
 
 def grouped_linear_reference(x: mx.array, w: Matrix) -> mx.array:

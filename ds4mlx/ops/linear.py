@@ -56,28 +56,30 @@ def linears(x: mx.array, ws: Sequence[Matrix]) -> list[mx.array]:
 
     One launch for all that the kernel takes, but for what is beyond Metal's 31 buffers.
     """
-    groups = x[:, None]
-    taken = [w for w in ws if takes(groups, w)]
-    products_ = iter(products(groups, taken))
-    return [next(products_) if takes(groups, w) else linear_reference(x, w) for w in ws]
+    taken = [w for w in ws if takes(x, w)]
+    products_ = iter(products(x, taken))
+    return [next(products_) if takes(x, w) else linear_reference(x, w) for w in ws]
 
 
 def takes(x: mx.array, w: Matrix) -> bool:
-    """Whether `product` is there for x [N, G, K] and w [G * R, K]."""
+    """Whether `products` is there for rows x [N, .] and w [., K]."""
+    M, K = w.shape
     # From 2048 elements on no plane has fewer than 8, which Metal gets in another space.
-    size = w.shape[0] * w.shape[1]
-    return metal.enabled() and x.shape[0] <= FEW and x.shape[2] % 32 == 0 and size >= 2048
+    return metal.enabled() and x.shape[0] <= FEW and K % 32 == 0 and M * K >= 2048
 
 
-def products(x: mx.array, ws: Sequence[Matrix]) -> list[mx.array]:
-    """The kernel: x [N, G, K], each w [G * R, K] -> [N, G * R], block g of w times x[:, g]."""
+def products(x: mx.array, ws: Sequence[Matrix], G: int = 1) -> list[mx.array]:
+    """The kernel: x [N, G, K], each w [G * R, K] -> [N, G * R], block g of w times x[:, g].
+
+    With G = 1 x is [N, K]: a view for each product is time that a step waits for the host.
+    """
     first = 0
     out = []
     while first < len(ws):
         last = first + 1
         while last < len(ws) and _buffers(ws[first : last + 1]) <= _BUFFERS:
             last += 1
-        out += _launch(x, ws[first:last])
+        out += _launch(x, ws[first:last], G)
         first = last
     return out
 
@@ -87,8 +89,9 @@ def _buffers(ws: Sequence[Matrix]) -> int:
     return 2 + len(arrays(*ws)) + 2 * len(ws)
 
 
-def _launch(x: mx.array, ws: Sequence[Matrix]) -> list[mx.array]:
-    N, G, K = x.shape
+def _launch(x: mx.array, ws: Sequence[Matrix], G: int) -> list[mx.array]:
+    N, *groups, K = x.shape
+    assert groups == ([G] if G > 1 else []), (x.shape, G)
     for w in ws:
         assert w.shape[0] % G == 0 and w.shape[1] == K and x.dtype == mx.float32, (x, w.shape)
     rows = N if N == 1 else metal.round_up(N, 2)
