@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from numbers import Integral, Real
 from pathlib import Path
 
 import mlx.core as mx
@@ -216,7 +217,8 @@ class Model:
         Raises UsageError beyond the model's, Ds4Error if memory is too small for more than `load`
         was asked for.
         """
-        ctx = preflight.context(ctx or self._ctx, self.config.max_position_embeddings)
+        most = self.config.max_position_embeddings
+        ctx = preflight.context(self._ctx if ctx is None else ctx, most)
         if ctx > self._ctx:
             self._require(self._more, ctx)
         return ctx
@@ -281,9 +283,10 @@ class Session:
     def feed(self, ids: Sequence[int], *, chunk: int = CHUNK) -> mx.array:
         """Process `ids` after the tokens so far -> float32 logits [n, vocab] of these rows.
 
-        Raises UsageError for ids outside the vocabulary, more than the context has room for, and
-        after a feed that was interrupted.
+        Raises UsageError for ids outside the vocabulary, more than the context has room for, a
+        `chunk` (tokens at a time) below 1, and after a feed that was interrupted.
         """
+        _check_ranges(chunk=chunk or 0)
         if self._torn:
             raise UsageError("a feed of this session was interrupted, wanted a new session")
         vocab, room = self._target.config.vocab_size, self._cache.ctx - self.position
@@ -506,10 +509,14 @@ def peak_bytes() -> int:
 
 
 def _check_ranges(**values):
-    """Raises UsageError for the first value outside its range; None means its default."""
+    """Raises UsageError for the first value of another kind or outside its range.
+
+    None means its default.
+    """
     ranges = {
         "tokens": (1, None),
         "ctx": (1, None),
+        "chunk": (1, None),
         "prefill_chunk": (1, None),
         "temp": (0, 100),
         "top_p": (0, 1),
@@ -518,7 +525,10 @@ def _check_ranges(**values):
     }
     for name, value in values.items():
         low, high = ranges[name]
-        if value is None or (value >= low and (high is None or value <= high)):
+        real = name in ("temp", "top_p", "min_p")
+        fits = isinstance(value, Real if real else Integral)
+        if value is None or (fits and value >= low and (high is None or value <= high)):
             continue
         wanted = f"{low} to {high}" if high is not None else f"at least {low}"
-        raise UsageError(f"{name} is {value}, wanted {wanted}")
+        kind = "" if real else "a whole number, "
+        raise UsageError(f"{name} is {value!r:.60}, wanted {kind}{wanted}")

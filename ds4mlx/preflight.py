@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 import mlx.core as mx
@@ -107,6 +108,8 @@ def _vm_stat(text: str) -> int:
 
 def context(ctx: int | None, most: int) -> int:
     """The context that was asked for, or the default. Raises UsageError beyond the model's."""
+    if ctx is not None and not (isinstance(ctx, Integral) and ctx >= 1):
+        raise UsageError(f"ctx is {ctx!r:.60}, wanted a whole number, at least 1")
     if ctx is not None and ctx > most:
         raise UsageError(f"ctx is {ctx}, wanted at most the model's {most} positions")
     return ctx or min(CTX, most)

@@ -92,7 +92,8 @@ def test_a_context_beyond_the_models_positions_is_refused_before_memory_is_taken
 @pytest.mark.parametrize(
     "option, value",
     [("tokens", 0), ("ctx", 0), ("temp", -1), ("temp", float("nan")), ("top_p", 1.1)]
-    + [("min_p", -0.1), ("seed", -1), ("prefill_chunk", 0)],
+    + [("min_p", -0.1), ("seed", -1), ("prefill_chunk", 0), ("prefill_chunk", 2.5)]
+    + [("tokens", "8"), ("temp", "hot"), ("ctx", 64.0), ("seed", 1.5)],
 )
 def test_a_value_out_of_range_is_refused_by_name(model, option, value):
     with pytest.raises(UsageError, match=f"^{option} is "):
@@ -120,6 +121,14 @@ def test_a_reply_may_be_read_in_another_thread(model, greedy):
         thread.start()
         thread.join()
         assert found == model.generate(PROMPT, tokens=24, **options).tokens
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 2.5, "8", None])
+def test_a_chunk_that_is_none_is_refused_and_the_session_goes_on(model, chunk):
+    ids, session = model.tokenizer.encode(PROMPT), model.session(ctx=64)
+    with pytest.raises(UsageError, match="^chunk is .* wanted a whole number, at least 1$"):
+        session.feed(ids, chunk=chunk)
+    assert session.position == 0 and session.feed(ids).shape[0] == len(ids)
 
 
 def test_an_interrupted_session_is_not_fed_again(model):
