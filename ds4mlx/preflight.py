@@ -15,14 +15,12 @@ from .cache import Cache, DraftCache
 from .config import TargetConfig
 from .download import TARGETS
 from .errors import Ds4Error, UsageError
-from .ops import SORTED, TILE
+from .ops import PRODUCTS, QUERIES, SORTED, TILE, WIDENED
 from .weights import loaded_bytes
 
 GIB = 1 << 30
 CTX = 32768  # default context, where the model has as many positions
 CHUNKS = (4096, 2048, 512)  # tokens of prefill at a time, the most that fit
-_QUERIES = 128  # of prefill's attention at a time
-_TILE, _PRODUCTS = 1 << 26, 1 << 24  # elements that prefill widens, and that the indexer holds
 _TILES = 4  # of the experts that a GPU holds at a time where MLX submits each launch by itself
 
 # The part of what a device reports that a plan may fill, and what becomes of a larger one.
@@ -145,10 +143,10 @@ def _workspace(c: TargetConfig, ctx: int, rows: int, matrix: int, kind: str) -> 
     wide = max([0, *(ctx // r for r in c.compress_ratios if r > 4)])  # entries that all are read
     chosen = min(c.index_topk, ctx // 4) if 4 in c.compress_ratios else 0
     attention = 4 * (
-        3 * min(_TILE, matrix)
-        + 3 * min(_PRODUCTS, rows * c.index_n_heads * (ctx // 4) * (chosen > 0))
+        3 * min(WIDENED, matrix)
+        + 3 * min(PRODUCTS, rows * c.index_n_heads * (ctx // 4) * (chosen > 0))
         + rows * chosen * c.head_dim
-        + 3 * _QUERIES * c.num_attention_heads * (2 * c.sliding_window + max(wide, chosen))
+        + 3 * QUERIES * c.num_attention_heads * (2 * c.sliding_window + max(wide, chosen))
         + 8 * rows * c.num_attention_heads * c.head_dim
     )
     streams = 4 * 6 * rows * c.hc_mult * c.hidden_size

@@ -1,7 +1,7 @@
 """One function per operation that sees weights or sums; each has a pure-MLX reference."""
 
 from .argmax import argmax
-from .attention import attends, attention
+from .attention import QUERIES, attends, attention
 from .dequantize import dequantize
 from .embed import embed
 from .experts import SORTED, TILE, experts
@@ -12,9 +12,9 @@ from .hc_head import hc_head
 from .hc_mix import hc_mix
 from .index_best import index_best
 from .index_scores import index_scores
-from .index_select import index_select
+from .index_select import PRODUCTS, index_select
 from .latents import Pool, latents
-from .linear import linear, linears
+from .linear import WIDENED, linear, linears
 from .markov import markov
 from .metal import compiles
 from .mlp import mlp
@@ -26,8 +26,11 @@ from .round_kv import round_kv
 from .route import route
 
 __all__ = [
+    "PRODUCTS",
+    "QUERIES",
     "SORTED",
     "TILE",
+    "WIDENED",
     "Pool",
     "argmax",
     "attends",

@@ -10,7 +10,7 @@ from .rms_norm import rms_norm
 from .rope import rope
 
 _FEW, _SPLITS, _HEADS = 4, 32, 4  # of attention.metal; heads that a simdgroup owns
-_BLOCK = 128  # query rows that prefill handles at a time
+QUERIES = 128  # query rows that prefill handles at a time
 
 
 def attention(
@@ -203,8 +203,8 @@ def _many(q, raw, sink, window, before, entries, ready, selected):
     """Blocks of queries; what all of a block may read is not masked, a pass over its scores."""
     q, sink = q * q.shape[-1] ** -0.5, sink[:, None]
     outputs = []
-    for i in range(0, q.shape[0], _BLOCK):
-        rows = q[i : i + _BLOCK]
+    for i in range(0, q.shape[0], QUERIES):
+        rows = q[i : i + QUERIES]
         n = rows.shape[0]
         first, last = max(0, before + i + 1 - window), before + i + n
         keys = raw[first:last]

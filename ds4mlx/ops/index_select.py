@@ -9,7 +9,7 @@ from . import metal
 from .index_best import index_best
 from .index_scores import weigh
 
-_BLOCK = 1 << 24  # products of heads, rows and entries that prefill holds at a time
+PRODUCTS = 1 << 24  # products of heads, rows and entries that prefill holds at a time
 
 
 def index_select(q, w, keys, ready: Sequence[int], k: int) -> list[mx.array | None] | mx.array:
@@ -46,7 +46,7 @@ def index_select_reference(q, w, keys, ready, k):
 
 def _blocks(q, keys) -> list[slice]:
     """Rows that are scored at a time."""
-    rows = max(1, _BLOCK // (q.shape[1] * keys.shape[0]))
+    rows = max(1, PRODUCTS // (q.shape[1] * keys.shape[0]))
     return [slice(i, i + rows) for i in range(0, q.shape[0], rows)]
 
 

@@ -10,7 +10,7 @@ from ..rows import FEW, each_row
 from . import metal
 from .dequantize import NATIVE, STRUCTS, arrays, dequantize, kind, native, readers
 
-_TILE = 1 << 26  # elements of a matrix that prefill widens at a time (256 MB of float32)
+WIDENED = 1 << 26  # elements of a matrix that prefill widens at a time (256 MB of float32)
 _SIMDGROUPS = 8  # of a threadgroup of linear.metal
 # SETS of linear.metal, so that a lane reads 16 bytes of a row: faster from so many outputs on.
 _SETS, _ENOUGH = {"Q8_0": 4, "Q4_K": 8}, 4096
@@ -25,7 +25,7 @@ def _kernel(kinds: tuple) -> metal.Kernel:
     for name, kind_ in zip(names, kinds, strict=True):
         shape = f"{name}_{STRUCTS[kind_][1][0]}_shape[0]"
         branches.append(f"""if (place < {name}_SIZE) {{
-  linear<ROWS, {name}_TILE, {name}_SETS, K, G>(x, {name}, {name}_out, part, x_shape[0],
+  linear<ROWS, {name}WIDENED, {name}_SETS, K, G>(x, {name}, {name}_out, part, x_shape[0],
       {shape} / G, threadgroup_position_in_grid.y, place, simdgroup_index_in_threadgroup,
       thread_index_in_simdgroup);
   return;
@@ -99,7 +99,7 @@ def _launch(x: mx.array, ws: Sequence[Matrix], G: int) -> list[mx.array]:
     threadgroups = 0
     for i, w in enumerate(ws):
         sets, tile, size = _blocking(w, rows, G)
-        template |= {f"w{i}_SETS": sets, f"w{i}_TILE": tile, f"w{i}_SIZE": size}
+        template |= {f"w{i}_SETS": sets, f"w{i}WIDENED": tile, f"w{i}_SIZE": size}
         part = _SIMDGROUPS * metal.round_up(rows * tile * sets, 32)
         template["PART"] = max(template["PART"], part)
         threadgroups += size
@@ -132,7 +132,7 @@ def linear_reference(x: mx.array, w: Matrix) -> mx.array:
     if x.shape[0] <= FEW:
         return each_row(lambda row: _few(row, w), x)
     M, K = w.shape
-    tile = max(1, _TILE // K)
+    tile = max(1, WIDENED // K)
     if tile >= M:
         return x @ dequantize(w).T
     parts = [x @ dequantize(w[i : min(i + tile, M)]).T for i in range(0, M, tile)]

@@ -72,12 +72,12 @@ def test_large_blocks_are_scored_in_bounded_pieces(monkeypatch):
     q, w, keys = mx.random.normal((9, 4, 32)), mx.random.normal((9, 4)), mx.random.normal((50, 32))
     ready = list(range(42, 51))
     whole = index_select_reference(q, w, keys, ready, 8)
-    monkeypatch.setattr(sys.modules["ds4mlx.ops.index_select"], "_BLOCK", 2 * 4 * 50)
+    monkeypatch.setattr(sys.modules["ds4mlx.ops.index_select"], "PRODUCTS", 2 * 4 * 50)
     assert_same(index_select_reference(q, w, keys, ready, 8), whole)
 
 
 def test_the_kernel_chooses_as_the_reference_does_for_rows_that_are_ready(monkeypatch):
-    monkeypatch.setattr(sys.modules["ds4mlx.ops.index_select"], "_BLOCK", 5 * 3 * 70)
+    monkeypatch.setattr(sys.modules["ds4mlx.ops.index_select"], "PRODUCTS", 5 * 3 * 70)
     mx.random.seed(3)
     q, w = mx.random.normal((13, 3, 32)), mx.random.normal((13, 3))
     keys, ready = mx.random.normal((70, 32)), [0, 3, 16, 17, *range(30, 70, 5), 70]

@@ -135,7 +135,7 @@ def test_rows_of_a_block_equal_rows_alone(type):
 def test_a_tiled_matrix_gives_the_product_of_the_whole(monkeypatch):
     w, x = matrix("Q2_K", 11, 256), mx.random.normal((9, 256))
     whole = linear_reference(x, w)
-    monkeypatch.setattr(MODULE, "_TILE", 4 * 256)
+    monkeypatch.setattr(MODULE, "WIDENED", 4 * 256)
     assert_close(linear_reference(x, w), whole, atol=1e-5)
 
 
