@@ -49,6 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tokens", type=int, default=512, help="that are drafted")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="of those")
     asked = parser.parse_args(arguments)
+    if not 3 <= asked.layers <= 43:
+        parser.error(f"--layers is {asked.layers}, wanted 3 to 43")
     chosen = [p for p in PARTS if getattr(asked, p)] or [*PARTS]
     start = time.perf_counter()
     target = evaluated(flash("q2", asked.layers))

@@ -119,3 +119,10 @@ def test_the_command_runs_the_parts_that_are_asked_for(capsys, same, status):
     assert [part for part in size.PARTS if f"{part} of" in out] == ["blocks", "kernels"]
     assert all(f"{part} of" in every for part in size.PARTS)
     assert "drafted of {'tokens': 9, 'contexts': [7, 50]}" in every
+
+
+@pytest.mark.parametrize("layers", [-3, 0, 44])
+def test_layers_that_flash_does_not_have_are_refused(capsys, layers):
+    with pytest.raises(SystemExit):
+        size.main([f"--layers={layers}"])
+    assert f"--layers is {layers}, wanted 3 to 43" in capsys.readouterr().err
