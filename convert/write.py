@@ -45,22 +45,27 @@ def write_gguf(path, metadata: Mapping[str, tuple], tensors: Iterable[tuple]):
         part.unlink(missing_ok=True)
 
 
-def header(metadata: Mapping[str, tuple], tensors: list[tuple]) -> tuple[bytes, list[int], int]:
-    """The bytes before the tensors (name, type, shape), where each starts, and the file's size."""
+def header(
+    metadata: Mapping[str, tuple], tensors: list[tuple], shared: Mapping[str, str] | None = None
+) -> tuple[bytes, list[int], int]:
+    """The bytes before the tensors (name, type, shape), where each starts, and the file's size.
+
+    shared: tensors -> the earlier one of the same type and shape that is their bytes too.
+    """
     alignment = metadata.get("general.alignment", ("UINT32", 32))[1]
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
     for key, (kind, value) in metadata.items():
         parts += [_string(key), *_value(kind, value)]
-    starts, at = [], 0
+    starts, at = {}, 0
     for name, type, shape in tensors:
+        starts[name] = starts[shared[name]] if shared and name in shared else at
         parts += [_string(name), struct.pack("<I", len(shape))]
         parts += [struct.pack(f"<{len(shape)}Q", *reversed(shape))]
-        parts += [struct.pack("<IQ", _CODES[type][0], at)]
-        starts.append(at)
-        at += _padded(tensor_bytes(type, shape), alignment)
+        parts += [struct.pack("<IQ", _CODES[type][0], starts[name])]
+        at = max(at, starts[name] + _padded(tensor_bytes(type, shape), alignment))
     head = b"".join(parts)
     head += bytes(_padded(len(head), alignment) - len(head))
-    return head, [len(head) + start for start in starts], len(head) + at
+    return head, [len(head) + start for start in starts.values()], len(head) + at
 
 
 def typed(metadata: Mapping) -> dict[str, tuple]:

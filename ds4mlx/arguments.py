@@ -63,7 +63,8 @@ def _whole(low: int, high: int | None = None, wanted: str | None = None) -> Kind
             raise ValueError
         return _within(int(text), low, high)
 
-    return Kind("N", wanted or f"a whole number from {low}", read)
+    to = "" if high is None else f" to {high}"
+    return Kind("N", wanted or f"a whole number from {low}{to}", read)
 
 
 def _real(low: float, high: float) -> Kind:
@@ -112,6 +113,8 @@ MODEL = Flag(
     "without it the small embedded model runs, which completes Python",
     FILE,
 )
+RECIPE = _choice("q2", "q2-q4", "q4", "mxfp4")
+LAYERS = _whole(3, 43)
 CHUNK = "prompt tokens at a time (default: 4096, 2048 or 512, as memory allows)"
 MTP = Flag(
     ("--mtp", "--mtp-model"),
@@ -262,9 +265,9 @@ VERBS = {
                 "synthetic",
                 "a model of Flash's shapes with random weights, made in memory; with --mtp "
                 "embedded a draft for it",
-                _choice("q2", "q2-q4", "q4", "mxfp4"),
+                RECIPE,
             ),
-            Flag(("--layers",), "layers", "of the synthetic model", _whole(3, 43), default=43),
+            Flag(("--layers",), "layers", "of the synthetic model", LAYERS, default=43),
             Flag(
                 ("--launches",),
                 "launches",
@@ -374,6 +377,24 @@ VERBS = {
         "paths",
         many=True,
     ),
+    "synthesize": Verb(
+        "write the model of bench --synthetic, random weights in V4 Flash's shapes, as a GGUF",
+        "[FLAGS] OUT.gguf",
+        (
+            Flag(("--recipe",), "recipe", "types of the routed experts", RECIPE, default="q2"),
+            Flag(("--layers",), "layers", "the first N of Flash's layers", LAYERS, default=43),
+            Flag(("--mtp",), "mtp", "where a DSpark draft for it goes", FILE),
+            Flag(
+                ("--alias",),
+                "alias",
+                "let all layers have the first one's routed experts, stored once: an eighth of the "
+                "disk and of the memory (q2), the same work",
+            ),
+            Flag(("--overwrite",), "overwrite", "replace a file that is there"),
+            DEBUG,
+        ),
+        "path",
+    ),
     "download": Verb(
         "fetch an official model file, whole and checked (Hugging Face's HF_* variables apply)",
         "TARGET [--dir DIR] | --list | --check FILE",
@@ -448,7 +469,7 @@ def parse(words: list[str]) -> tuple[str, dict]:
         if verb.free in options:
             what = f"both {sources[verb.free]} and the argument {free[0]!r:.60} are given"
             raise UsageError(f"{what}, wanted one {verb.free}")
-        kind = FILE if verb.free in ("model", "paths", "files") else TEXT
+        kind = FILE if verb.free in ("model", "path", "paths", "files") else TEXT
         values = [_value(f"the {verb.free.removesuffix('s')}", kind, text) for text in free]
         options[verb.free] = values if verb.many else values[0]
     options.pop("debug", None)

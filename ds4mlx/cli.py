@@ -214,6 +214,18 @@ def _convert_released(paths, **options) -> Iterator[str]:
             yield f"{line}\n"
 
 
+def synthesize(path=None, **options) -> Iterator[str]:
+    """Write a model of random weights; `options` are those of `synthesize.synthesize`."""
+    if path is None:
+        raise UsageError("no file is given, wanted ds4mlx synthesize OUT.gguf")
+    from .synthesize import synthesize
+
+    with _Watch() as watch:
+        for place in synthesize(path, progress=watch.progress, **options):
+            watch.clear()
+            yield f"{place}\n"
+
+
 def download(target=None, folder="gguf", file=None, listed=False) -> Iterator[str]:
     """Fetch an official file, check one that came from elsewhere, or list the targets."""
     if (target is not None) + (file is not None) + listed != 1:
@@ -258,6 +270,7 @@ VERBS = {
     "bench-dspark": bench_dspark,
     "check": check,
     "convert": convert,
+    "synthesize": synthesize,
     "download": download,
     "selftest": selftest,
     "doctor": doctor,

@@ -5,8 +5,9 @@ in a trained model's range and spread the routing over all experts; the text mea
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
 
 import mlx.core as mx
 
@@ -78,8 +79,16 @@ def made_target(config: TargetConfig, recipe: str, seed: int | None) -> Target:
 
 def flash_draft(target: Target, seed: int | None = 1) -> Draft:
     """A DSpark draft of the official file's shapes for a `flash` target, in the same way."""
-    taps = target.config.dspark_target_layer_ids
-    config = DraftConfig(**asdict(DSPARK) | {"dspark_target_layer_ids": taps})
+    return made_draft(dspark_of(target.config), target, seed)
+
+
+def dspark_of(config: TargetConfig) -> DraftConfig:
+    """The settings of a draft for the first layers of a Flash."""
+    return replace(DSPARK, dspark_target_layer_ids=config.dspark_target_layer_ids)
+
+
+def made_draft(config: DraftConfig, target: Target, seed: int | None) -> Draft:
+    """The same of any shapes."""
     weights = _made(draft_types(config, target.config), target.config, seed)
     return Draft(config, target, Weights(weights, "synthetic draft"))
 
@@ -87,18 +96,30 @@ def flash_draft(target: Target, seed: int | None = 1) -> Draft:
 def evaluated(module):
     """The same target or draft, its tensors in memory, made one after the other."""
     for tensor in tensors(module):
-        mx.eval(tensor.planes if isinstance(tensor, Packed) else tensor)
+        held(tensor)
     mx.clear_cache()
     return module
 
 
+def held(matrix: Matrix) -> Matrix:
+    """The same matrix, in memory."""
+    mx.eval(matrix.planes if isinstance(matrix, Packed) else matrix)
+    return matrix
+
+
 def _made(wanted, config: TargetConfig, seed: int | None) -> dict[str, Matrix]:
-    keys = mx.random.split(mx.random.key(seed or 0), 2000)
-    made = {}
+    hollow = _hollow if seed is None else lambda matrix: matrix
+    return {name: hollow(make()) for name, _, _, make in makers(wanted, config, seed or 0)}
+
+
+def makers(wanted, config: TargetConfig, seed: int) -> Iterator[tuple[str, str, tuple, Callable]]:
+    """With a function to make it, for each of the `wanted` (name, type, shape).
+
+    What a function returns is not yet evaluated.
+    """
+    keys = mx.random.split(mx.random.key(seed), 2000)
     for (name, type, shape), key in zip(wanted, keys, strict=False):
-        matrix = random_matrix(type, shape, config, key)
-        made[name] = matrix if seed is not None else _hollow(matrix)
-    return made
+        yield name, type, shape, partial(random_matrix, type, shape, config, key)
 
 
 def _hollow(matrix: Matrix) -> Matrix:
@@ -120,7 +141,7 @@ def shortened(config: TargetConfig, layers: int) -> TargetConfig:
 
 def target_types(config: TargetConfig, recipe: str) -> Iterator[tuple[str, str, tuple]]:
     """(official name, ggml type, shape) of every tensor, as in ds4's files."""
-    for name, (kind, shape) in wanted_target(_published(config)):
+    for name, (kind, shape) in wanted_target(published(config)):
         late = name.startswith("layers.") and int(name.split(".")[1]) >= 37
         experts = RECIPES["q4" if late else "q2"] if recipe == "q2-q4" else RECIPES[recipe]
         yield name, _type(name, kind, experts, _HALF), shape
@@ -128,13 +149,23 @@ def target_types(config: TargetConfig, recipe: str) -> Iterator[tuple[str, str, 
 
 def draft_types(draft: DraftConfig, config: TargetConfig) -> Iterator[tuple[str, str, tuple]]:
     """The same of a draft; its router is Q8_0."""
-    settings = asdict(draft) | {"dspark_markov_rank": 256}
-    for name, (kind, shape) in wanted_draft(settings, _published(config)):
+    for name, (kind, shape) in wanted_draft(published_draft(draft), published(config)):
         yield name, _type(name, kind, RECIPES["q2"], ("_fn",)), shape
 
 
-def _published(config: TargetConfig) -> dict:
-    return asdict(config) | {"n_shared_experts": 1}
+def published(config: TargetConfig) -> dict:
+    """The settings as the official config.json has them."""
+    return asdict(config) | {
+        "compress_ratios": [*config.compress_ratios],
+        "num_key_value_heads": 1,
+        "n_shared_experts": 1,
+    }
+
+
+def published_draft(config: DraftConfig) -> dict:
+    """The same of a draft."""
+    ids = [*config.dspark_target_layer_ids]
+    return asdict(config) | {"dspark_target_layer_ids": ids, "dspark_markov_rank": 256}
 
 
 def _type(name: str, kind: str, experts: tuple[str, str], half: tuple[str, ...]) -> str:

@@ -72,6 +72,13 @@ def test_ggufs_reader_finds_every_tensor_with_its_type_shape_and_bytes(written):
         assert t.data.tobytes() == data.tobytes()
 
 
+def test_tensors_that_share_their_bytes_start_at_one_place():
+    shapes = [("a", "F32", (5,)), ("b", "F32", (3,)), ("c", "F32", (5,)), ("d", "F32", (1,))]
+    head, starts, size = write.header({}, shapes, {"c": "a"})
+    first = len(head)
+    assert (starts, size) == ([first, first + 32, first, first + 64], first + 96)
+
+
 def test_the_file_is_version_3_and_its_length_a_multiple_of_the_alignment(written):
     path, metadata = written
     data = path.read_bytes()
