@@ -231,7 +231,9 @@ def test_kernels_draft_and_verify_what_they_decode_plainly():
 def main(experts: Sequence[str]) -> int:
     counts, failed, start = Counter(), 0, time.perf_counter()
     cases = [case for case in all_cases() if case.experts in experts]
-    for case in cases:
+    for number, case in enumerate(cases):
+        if number and number % 19 == 0:
+            print(f"{number} of {len(cases)}, {failed} differ", flush=True)
         try:
             records = compared(case)
         except AssertionError as error:
