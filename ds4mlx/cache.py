@@ -6,6 +6,7 @@ and are overwritten.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -21,6 +22,12 @@ class Ring:
     def __init__(self, capacity: int, width: int):
         self.rows = mx.zeros((capacity, width))
 
+    def holding(self, rows: mx.array) -> "Ring":
+        """Another ring, of these rows [capacity, D]."""
+        ring = copy(self)
+        ring.rows = rows
+        return ring
+
     def write(self, position: int, rows: mx.array):
         """Put `rows` [N, D] at positions `position` ..; the last `capacity` of them stay."""
         capacity = self.rows.shape[0]
@@ -28,6 +35,12 @@ class Ring:
         for at, part in self._parts(position + skip, position + rows.shape[0]):
             self.rows[at : at + part] = rows[skip : skip + part]
             skip += part
+
+    def written(self, position: int, rows: mx.array) -> mx.array:
+        """What `write` would leave, [capacity, D]; this ring stays."""
+        ring = self.holding(mx.array(self.rows))
+        ring.write(position, rows)
+        return ring.rows
 
     def read(self, start: int, stop: int) -> mx.array:
         """Rows of positions start .. stop-1 in order, [stop - start, D]."""
@@ -65,9 +78,9 @@ class LayerCache:
         return [self.ring.rows, *self.entries]
 
     def write(self, step: "Step", rows: mx.array):
-        """Put the rows [N, W] of a block in the ring."""
-        if isinstance(step.position, mx.array):
-            self.ring.rows[step.places(self.ring.rows.shape[0])] = rows
+        """Put the rows of a block in the ring, as `ops.latents` gives them."""
+        if step.rows <= FEW:
+            self.ring.rows = rows
         else:
             self.ring.write(step.position, rows)
 
@@ -129,14 +142,10 @@ class Step:
             return slice(first, first + n)
         return self._once(("closed", ratio), lambda: first + mx.arange(n))
 
-    def places(self, capacity: int) -> mx.array:
-        """Indices [rows] of the block's rows in a ring."""
-        positions = self.position + mx.arange(self.rows)
-        return self._once(("places", capacity), lambda: positions % capacity)
-
     def ready(self, ratio: int) -> mx.array:
-        """How many entries [rows] int32 each row may read."""
-        positions = self.position + mx.arange(self.rows)
+        """How many entries [rows] int32 each row may read; of a compiled step 4 or more."""
+        rows = self.rows if isinstance(self.position, int) else max(4, self.rows)  # see ops.placed
+        positions = self.position + mx.arange(rows)
         return self._once(("ready", ratio), lambda: (positions + 1) // ratio)
 
     def _once(self, key: tuple, make: Callable) -> mx.array:

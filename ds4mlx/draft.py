@@ -100,6 +100,8 @@ class Draft:
         """The parts of a Block after `anchor` at `position`, which the reference takes as int."""
         ids, x = self.embed(anchor)
         written, turn = None, ops.rotation(position + mx.arange(ids.shape[0]), self.freqs)
+        if isinstance(position, mx.array):
+            position = ops.placed(position)
         cache = self.cache()
         cache.replace(rings)
         for stage, ring in zip(self.stages, cache.rings, strict=True):

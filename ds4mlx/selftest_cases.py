@@ -284,14 +284,8 @@ def _rope(shape: tuple, R: int, inverse: bool) -> Work:
     return _work(lambda w, x, t: ops.rope(x, t, inverse), [], _normal(FEW, *shape), turns)
 
 
-def _ring(rows: mx.array, written: mx.array) -> Ring:
-    """A ring that holds `rows`, and `written` at the positions from _START on."""
-    ring = Ring(*rows.shape)
-    ring.rows = rows
-    if len(written):
-        ring.rows = rows * 1  # an array of its own, for a ring is written in place
-        ring.write(_START, written)
-    return ring
+def _ring(rows: mx.array) -> Ring:
+    return Ring(0, 0).holding(rows)
 
 
 def _latents(s: Shapes, ratio: int, rounded: bool) -> Work:
@@ -305,8 +299,8 @@ def _latents(s: Shapes, ratio: int, rounded: bool) -> Work:
     turns, opened = _turns(_START, FEW, s.R), _START // ratio if ratio else 0
     closing = _turns(opened * ratio, FEW, s.R, ratio)
 
-    def run(weights, i, n):
-        rows, q_norm, kv_norm, *tables = weights
+    def made(weights, ring, i, n):
+        q_norm, kv_norm, *tables = weights
         first, last = ((_START + at) // ratio - opened if ratio else 0 for at in (i, i + n))
         turn = closing[first:last] if last > first else None
         part = slice(i, i + n)
@@ -314,25 +308,28 @@ def _latents(s: Shapes, ratio: int, rounded: bool) -> Work:
             ops.Pool(c[part], p[part], ape, norm, turn, ratio, rounded and d == s.Dh)
             for (c, p), ape, norm, d in zip(products, tables[::2], tables[1::2], dims, strict=True)
         ]
-        ring = _ring(rows, run(weights, 0, i)[1] if i else rows[:0])
         where = (turns[part], pools, ring, _START + i)
-        qr, rows, entries = ops.latents(
-            q[part], kv[part], q_norm, kv_norm, *where, rounded=rounded, eps=EPS
-        )
+        return ops.latents(q[part], kv[part], q_norm, kv_norm, *where, rounded=rounded, eps=EPS)
+
+    def run(weights, i, n):
+        ring = _ring(weights[0])
+        ring = ring.holding(made(weights[1:], ring, 0, i)[1]) if i else ring
+        qr, held, entries = made(weights[1:], ring, i, n)
+        rows = ring.holding(held).read(_START + i, _START + i + n)
         # An entry stands in the row that closes its window, zeros in the others.
         closes = [(_START + at + 1) % ratio == 0 for at in range(i, i + n)] if ratio else []
         spread = []
-        for d, made in zip(dims, entries or [mx.zeros((1, d)) for d in dims], strict=True):
-            parts = iter(made[k : k + 1] for k in range(sum(closes)))
+        for d, some in zip(dims, entries or [mx.zeros((1, d)) for d in dims], strict=True):
+            parts = iter(some[k : k + 1] for k in range(sum(closes)))
             spread += [mx.concatenate([next(parts) if c else mx.zeros((1, d)) for c in closes])]
         return qr, rows, *spread
 
     pooled = sum(8 * w * min(2 * ratio, 128) for w in widths)
-    return Work(run, [ring, *norms, *tables], pooled + 4 * ring.shape[1] + q.nbytes // FEW)
+    return Work(run, [ring, *norms, *tables], pooled + ring.nbytes + q.nbytes // FEW)
 
 
 def _attend(s: Shapes, ratio: int, topk: int, causal: bool = True) -> Work:
-    q, rows = _normal(FEW, s.H, s.Dh), _normal(FEW, s.Dh)
+    q, rows = _normal(FEW, s.H * s.Dh), _normal(FEW, s.Dh)
     ring, ready = _normal(s.window + FEW, s.Dh), (_START + FEW) // ratio if ratio else 1
     entries, sink = _normal(ready + 1, s.Dh), _normal(s.H)
     settings = dict(window=s.window, eps=EPS, ratio=ratio, causal=causal)
@@ -343,10 +340,10 @@ def _attend(s: Shapes, ratio: int, topk: int, causal: bool = True) -> Work:
 
     def run(weights, i, n):
         ring, entries, sink = weights
-        ring, part = _ring(ring, rows[:i]), slice(i, i + n)
+        ring, part = _ring(ring), slice(i, i + n)
         more = {"entries": entries} if ratio else {}
         more |= {"selected": picks[part]} if topk else {}
-        where = (rows[part], ring, sink, turns[part], _START + i)
+        where = (ring.written(_START, rows[: i + n]), ring, sink, turns[part], _START + i)
         return ops.attention(q[part], *where, **settings, **more)
 
     seen = s.window + (topk or ready * bool(ratio))
@@ -359,7 +356,7 @@ def _round_index(s: Shapes) -> Work:
 
 
 def _index_scores(s: Shapes, rounded: bool) -> Work:
-    q = _normal(FEW, s.Hi, s.Di)
+    q = _normal(FEW, s.Hi * s.Di)
     turns = _turns(_START, FEW, s.R)
     if rounded:  # integers in quarter turns: exact, see _round_index
         quarters = np.random.default_rng(2).choice(np.array([1, 1j, -1, -1j]), turns.shape)

@@ -131,10 +131,12 @@ class Target:
 
 
 class Turns:
-    """The rotations of a step (model 6): of its rows, and of the windows that it closes."""
+    """Where a step's rows stand, and the rotations of these and of windows that close (model 6)."""
 
     def __init__(self, step: Step, freqs: dict[bool, mx.array]):
-        positions = step.position + mx.arange(step.rows)
+        at = step.position
+        self.position = at if isinstance(at, int) else ops.placed(at)
+        positions = at + mx.arange(step.rows)
         self.rows = {compressed: ops.rotation(positions, f) for compressed, f in freqs.items()}
         self.windows = {
             ratio: None if first is None else ops.rotation(first, freqs[True])
@@ -201,7 +203,7 @@ class Attention:
             self.compressors.append(Compressor(weights.at("indexer.compressor"), False))
 
     def __call__(self, x, step: Step, cache: LayerCache, turns: Turns):  # x [N, D]
-        turn, indexer = turns.rows[bool(self.ratio)], self.indexer
+        turn, position, indexer = turns.rows[bool(self.ratio)], turns.position, self.indexer
         queries = [self.wq_b]
         inputs = [self.wq_a, self.wkv, *(w for c in self.compressors for w in (c.wkv, c.wgate))]
         if indexer and step.selecting:
@@ -219,7 +221,7 @@ class Attention:
             )
             for i, c in enumerate(self.compressors)
         ]
-        qr, rows, entries = self.latents(qr, kv, turn, pools, cache.ring, step.position)
+        qr, rows, entries = self.latents(qr, kv, turn, pools, cache.ring, position)
         if indexer and len(entries) > 1 and self.config.round_index:
             entries[1] = ops.round_index(entries[1])
         cache.write_entries(step, entries)
@@ -227,7 +229,7 @@ class Attention:
         selected = None
         if indexer and step.selecting:
             selected = indexer(*index_q, products[-1], step, cache.entries[1], turn)
-        out = self.attend(q, rows, cache.ring, turn, step.position, cache.entries, selected)
+        out = self.attend(q, rows, cache.ring, turn, position, cache.entries, selected)
         cache.write(step, rows)
         return out
 
@@ -248,10 +250,10 @@ class Attention:
         )
 
     def attend(self, q, rows, ring, turn, position, entries=(), selected=None, causal=True):
-        """The products q [N, H * Dh] of the queries, and `ops.attention`'s rows -> [N, D]."""
+        """The products q [N, H * Dh] of the queries, and `ops.latents`' rows -> [N, D]."""
         config, N = self.config, q.shape[0]
         o = ops.attention(
-            q.reshape(N, config.num_attention_heads, config.head_dim),
+            q,
             rows,
             ring,
             self.attn_sink,
@@ -294,10 +296,9 @@ class Indexer:
     def __call__(self, q, w, step: Step, keys: mx.array, turn):
         """The products q [N, Hi * Di] and w [N, Hi] -> what `ops.index_select` gives."""
         config, k = self.config, self.config.index_topk
-        q = q.reshape(-1, config.index_n_heads, config.index_head_dim)
         # Of the published scale d^-1/2 H^-1/2 no choice depends.
         if step.rows > FEW:
-            q = ops.rope(q, turn)
+            q = ops.rope(q.reshape(*w.shape, -1), turn)
             q = ops.round_index(q) if config.round_index else q
             ready = [(step.position + i + 1) // 4 for i in range(step.rows)]
             return ops.index_select(q, w, keys[: ready[-1]], ready, k)
@@ -319,16 +320,15 @@ class MoE:
 
     def __call__(self, x, ids):  # x [N, D], ids [N]
         config = self.config
-        chosen, weights = ops.route(
-            x,
-            self.gate,
+        choice = ops.Choice(
+            ops.linear(x, self.gate),
             k=config.num_experts_per_tok,
             scale=config.routed_scaling_factor,
             bias=self.bias,
             chosen=None if self.tid2eid is None else self.tid2eid[ids],
         )
         matrices = (self.w1, self.w3, self.w2, config.swiglu_limit, self.shared)
-        return ops.experts(x, chosen, weights, *matrices)
+        return ops.routed(x, choice, *matrices)
 
 
 def tensors(module) -> Iterator[Matrix]:

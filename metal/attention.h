@@ -27,21 +27,18 @@ METAL_FUNC int attention_split_size(attention_keys list) {
 }
 
 struct attention_rows {
-  const device float* rows;     // [N, STRIDE] of the block
-  const device float* ring;     // [CAP, STRIDE] of the positions before it
+  const device float* ring;     // [CAP, STRIDE]
   const device float* entries;  // [C, DH]
   int CAP;
   int STRIDE;
-  int position;
 };
 
-// Which row of the ring, the block or the entries key k is.
+// Which row of the ring or the entries key k is.
 template <typename I>
 METAL_FUNC uint
 attention_place(attention_keys list, attention_rows from, I ids, int k) {
   if (k < list.window) {
-    int t = list.first + k;
-    return t < from.position ? t % from.CAP : t - from.position;
+    return (list.first + k) % from.CAP;
   }
   k -= list.window;
   return list.listed ? uint(ids[k]) : uint(k);
@@ -49,10 +46,9 @@ attention_place(attention_keys list, attention_rows from, I ids, int k) {
 
 METAL_FUNC const device float4* attention_key(
     attention_keys list, attention_rows from, int k, uint place, int DH) {
-  const device float* old = k < list.window ? from.rows : from.entries;
-  old = list.first + k < from.position && k < list.window ? from.ring : old;
+  const device float* row = k < list.window ? from.ring : from.entries;
   int stride = k < list.window ? from.STRIDE : DH;
-  return (const device float4*)(old + ulong(place) * stride);
+  return (const device float4*)(row + ulong(place) * stride);
 }
 
 // Rotate pairs by the cosines and sines from `turn` on, back if INVERSE.

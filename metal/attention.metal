@@ -5,12 +5,12 @@
 // normalised to mean(q^2) = 1 and its last R channels are rotated; those of
 // the result are rotated back.
 //
-// The keys of query n are the rows of the last WINDOW positions, from the ring
-// or the block, then the first entries or those selected for it. They form at
-// most 32 splits of whole FEW; which keys a split holds depends on the length
-// of the query's own list. A threadgroup stages FEW keys of a split while their
-// FEW followers are read, a simdgroup one of them. A simdgroup owns HEADS
-// heads, a lane a 32nd of the channels; a score and its weight are one lane's.
+// The keys of query n are the ring's rows of the last WINDOW positions, then
+// the first entries or those selected for it. They form at most 32 splits of
+// whole FEW; which keys a split holds depends on the length of the query's own
+// list. A threadgroup stages FEW keys of a split while their FEW followers are
+// read, a simdgroup one of them. A simdgroup owns HEADS heads, a lane a 32nd of
+// the channels; a score and its weight are one lane's.
 // All float. Sums run over a lane's channels, then as in folds.h; over keys
 // upwards, then splits, DEEP and DEEP; in the denominator over every FEW-th key
 // first.

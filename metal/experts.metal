@@ -1,4 +1,5 @@
 #include "experts.h"
+#include "route.metal"
 
 // Experts, first launch: for each row n and each expert in a place k of it,
 // h[n, k] = silu(min(w1 x[n], limit)) * clamp(w3 x[n], limit) * weight.
@@ -7,7 +8,8 @@
 // threadgroup owns T rows of w1 and w3 of one expert, for one row. A lane owns
 // 32 columns. Sums run over a lane's columns upwards, then over lanes 16, 8, 4,
 // 2 and 1 apart, then over simdgroups upwards: the order depends on D alone.
-// All float.
+// All float. Where ids and weights are not given, each threadgroup chooses for
+// its row, as in route.metal: that takes less than another launch.
 template <int D, int F, int T, typename W>
 METAL_FUNC void experts(
     W gate,                 // w1 [E, F, D]

@@ -8,12 +8,16 @@
 // ratio 4 the candidates are the first halves of the rows before the window and
 // the second halves of its own.
 //
-// A threadgroup owns a row; a simdgroup every eighth block of 64 channels, a
-// lane two of each. All float. Squares are summed over a lane's channels, then
-// the simdgroup, then simdgroups upwards; candidates upwards.
+// The ring is written anew: its old rows, and the block's in their places.
+//
+// A threadgroup owns a row, or 8 old floats a thread; a simdgroup every eighth
+// block of 64 channels, a lane two of each. All float. Squares are summed over
+// a lane's channels, then the simdgroup, then simdgroups upwards; candidates
+// upwards.
 #include "round_kv.metal"
 
 constant constexpr int FEW = 8;  // candidates that a lane reads at a time
+constant constexpr uint COPIED = 2048;  // floats of a threadgroup
 
 struct latents_product {
   const device float* row;  // [D]
@@ -162,5 +166,25 @@ METAL_FUNC void latents_keep(
     float2 kept = latents_candidate(from, w.position + n, d);
     out[d] = kept.x;
     out[w.WIDTH + d] = kept.y;
+  }
+}
+
+// Part `share` of the rows that the N from `position` on do not replace.
+template <uint W>
+METAL_FUNC void latents_copy(
+    const device float* ring,  // [CAP, W]
+    device float* held,        // [CAP, W]
+    uint CAP,
+    uint position,
+    uint N,
+    uint share,
+    uint tid) {
+#pragma unroll
+  for (uint i = 0; i < COPIED / 256; i++) {
+    uint at = COPIED * share + 256 * i + tid;
+    uint after = (at / W + CAP - position % CAP) % CAP;
+    if (at < CAP * W && after >= N) {
+      held[at] = ring[at];
+    }
   }
 }

@@ -29,16 +29,16 @@ def test_the_embedded_pair_passes_and_the_receipt_says_what_was_compared():
 
 def test_rows_that_see_their_neighbours_are_found_with_layer_and_op():
     """Each row of a block of several gets a little of the one before, in the experts of layer 2."""
-    original, second = ops.experts, model()._target.layers[2].ffn.w1
+    original, second = ops.routed, model()._target.layers[2].ffn.w1
 
-    def leaking(x, ids, weights, w1, *rest):
-        y = original(x, ids, weights, w1, *rest)
+    def leaking(x, choice, w1, *rest):
+        y = original(x, choice, w1, *rest)
         if w1 is second and 1 < x.shape[0] <= 8:
             y = y + 30 * mx.concatenate([mx.zeros_like(y[:1]), y[:-1]])
         return y
 
     check = Check(model(), [PROMPT], tokens=10)
-    with patch.object(ops, "experts", leaking):
+    with patch.object(ops, "routed", leaking):
         (line,) = check
     (result,) = check.receipt["prompts"]
     assert not check.receipt["passed"] and check.failures == 1

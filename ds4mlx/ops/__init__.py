@@ -4,7 +4,7 @@ from .argmax import argmax
 from .attention import QUERIES, attends, attention
 from .dequantize import dequantize
 from .embed import embed
-from .experts import SORTED, TILE, experts
+from .experts import SORTED, TILE, experts, routed
 from .grouped_linear import grouped_linear
 from .hc_collapse import hc_collapse
 from .hc_expand import hc_expand
@@ -16,14 +16,14 @@ from .index_select import PRODUCTS, index_select
 from .latents import Pool, latents
 from .linear import WIDENED, linear, linears
 from .markov import markov
-from .metal import compiles
+from .metal import compiles, placed
 from .mlp import mlp
 from .pool import pool
 from .rms_norm import rms_norm
 from .rope import rope, rotation
 from .round_index import round_index
 from .round_kv import round_kv
-from .route import route
+from .route import Choice, route
 
 __all__ = [
     "PRODUCTS",
@@ -31,6 +31,7 @@ __all__ = [
     "SORTED",
     "TILE",
     "WIDENED",
+    "Choice",
     "Pool",
     "argmax",
     "attends",
@@ -52,6 +53,7 @@ __all__ = [
     "linears",
     "markov",
     "mlp",
+    "placed",
     "pool",
     "rms_norm",
     "rope",
@@ -59,4 +61,5 @@ __all__ = [
     "round_index",
     "round_kv",
     "route",
+    "routed",
 ]

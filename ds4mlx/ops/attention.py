@@ -28,20 +28,21 @@ def attention(
     selected=None,
     causal: bool = True,
 ) -> mx.array:
-    """q [N, H, Dh], as wq_b gives it -> [N, H, Dh] float32 (model 5, 9).
+    """q [N, H * Dh], as wq_b gives it -> [N, H, Dh] float32 (model 5, 9).
 
     q is normed and rotated by `turns` (complex64 [N, R / 2]), the result rotated back. Keys are
-    the first Dh columns of `rows` [N, W], of positions `position` .., and of the `ring` (a
-    cache.Ring) before it; a query sees the last `window` that end with its own, and of `entries`
-    [C, Dh] one for each `ratio` tokens up to itself, or where these are more than k the k in its
-    row of `selected` [N, k] uint32. sink [H] enters the denominator only. Scale Dh^-1/2.
+    the first Dh columns of `rows`, which are of positions `position` .., and of the `ring` (a
+    cache.Ring) before it, as `latents` gives them: [N, W], or for up to FEW all that the ring is
+    to hold. A query sees the last `window` that end with its own, and of `entries` [C, Dh] one
+    for each `ratio` tokens up to itself, or where these are more than k the k in its row of
+    `selected` [N, k] uint32. sink [H] enters the denominator only. Scale Dh^-1/2.
     W is a multiple of 4. Without `causal` every query sees `window` positions before the block
     and all of the block (a draft's, model 16.2).
-    `position` is an int where the reference is taken. The kernel takes up to FEW rows, Dh of
-    whole 128 channels up to 1,024, and R of whole 4.
+    `position` is an int, or for the kernel what `placed` gives of it. The kernel takes up to
+    FEW rows, Dh of whole 128 channels up to 1,024, and R of whole 4.
     """
-    N, H, Dh = q.shape
-    R = 2 * turns.shape[-1]
+    N, H, R = q.shape[0], sink.shape[0], 2 * turns.shape[-1]
+    Dh = q.shape[1] // H
     if not metal.enabled() or N > FEW or not attends(Dh, R):
         return attention_reference(
             q,
@@ -59,13 +60,13 @@ def attention(
         )
     topk = 0 if selected is None else selected.shape[1]
     entries = rows if entries is None else entries
-    template = {"DH": Dh, "R": R, "WINDOW": window, "RATIO": ratio, "TOPK": topk, "CAUSAL": causal}
-    where, turns = metal.scalar(position), turns.view(mx.float32)
+    template = {"H": H, "DH": Dh, "R": R}
+    template |= {"WINDOW": window, "RATIO": ratio, "TOPK": topk, "CAUSAL": causal}
+    where, turns = metal.placed(position), turns.view(mx.float32)
     part, stat = _part(eps)(
         q,
         turns,
         rows,
-        ring.rows,
         entries,
         selected if topk else rows,
         where,
@@ -84,7 +85,7 @@ def attention(
         template=template,
         grid=(Dh, H, N),
         group=(32 * _FEW, 1, 1),
-        shapes=[q.shape],
+        shapes=[(N, H, Dh)],
         dtypes=[mx.float32],
     )
     return out
@@ -110,12 +111,17 @@ def attention_reference(
     selected=None,
     causal=True,
 ):
-    N, _, Dh = q.shape
+    N, H = q.shape[0], sink.shape[0]
+    q = q.reshape(N, H, -1)
+    Dh = q.shape[-1]
     q = rope(rms_norm(q, None, eps), turns)
     start = max(0, position - window + causal)
-    raw = rows[:, :Dh]
-    if start < position:
-        raw = mx.concatenate([ring.read(start, position)[:, :Dh], raw])
+    if N <= FEW:
+        raw = ring.holding(rows).read(start, position + N)[:, :Dh]
+    else:
+        raw = rows[:, :Dh]
+        if start < position:
+            raw = mx.concatenate([ring.read(start, position)[:, :Dh], raw])
     ready = [(position + i + 1) // ratio for i in range(N)] if ratio else ()
     entries = entries[: ready[-1]] if ratio and ready[-1] else None
     if selected is not None and N <= FEW:
@@ -134,7 +140,7 @@ def attention_reference(
     return rope(o, turns, inverse=True)  # values carried the keys' rotation
 
 
-_LIST = "attention_list<WINDOW, RATIO, TOPK, CAUSAL>(position, threadgroup_position_in_grid.z"
+_LIST = "attention_list<WINDOW, RATIO, TOPK, CAUSAL>(position[0], threadgroup_position_in_grid.z"
 _PLACE = """threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
     thread_index_in_simdgroup"""
 _merge = metal.Kernel(
@@ -143,8 +149,8 @@ _merge = metal.Kernel(
     outputs=["out"],
     call=f"""threadgroup float weights[{_SPLITS}];
 threadgroup float4 sums[{32 * _FEW}];
-attention_merge<DH, R>(part, stat, turns, sink, out, weights, sums, {_LIST}, part_shape[0]),
-    part_shape[2], {_PLACE});""",
+attention_merge<DH, R>(part, stat, turns, sink, out, weights, sums, {_LIST}, part_shape[0]), H,
+    {_PLACE});""",
 )
 
 
@@ -152,14 +158,14 @@ attention_merge<DH, R>(part, stat, turns, sink, out, weights, sums, {_LIST}, par
 def _part(eps: float) -> metal.Kernel:
     return metal.Kernel(
         "attention",
-        inputs=["q", "turns", "rows", "ring", "entries", "ids", "position"],
+        inputs=["q", "turns", "rows", "entries", "ids", "position"],
         outputs=["part", "stat"],
         partial=True,
         call=f"""threadgroup float4 staged[2 * {_FEW} * DH / 4];
 attention_keys list = {_LIST}, q_shape[0]);
-attention_rows from = {{rows, ring, entries, int(ring_shape[0]), int(ring_shape[1]), position}};
+attention_rows from = {{rows, entries, int(rows_shape[0]), int(rows_shape[1])}};
 attention_part<DH, R, {_HEADS}>(q, turns, from, ids + threadgroup_position_in_grid.z * TOPK, part,
-    stat, staged, list, {eps}f, q_shape[1], {_PLACE});""",
+    stat, staged, list, {eps}f, H, {_PLACE});""",
     )
 
 

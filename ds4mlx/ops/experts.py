@@ -10,6 +10,7 @@ from . import metal
 from .dequantize import NATIVE, arrays, dequantize, kind, readers
 from .experts_down import blocks, experts_down, experts_down_reference, gather, takes, tiling
 from .mlp import mlp, mlp_reference, swiglu
+from .route import Choice, chosen_by
 
 SORTED = 768  # rows from which widened experts are cheaper than the kernels in blocks
 TILE = 1 << 28  # elements of the experts' matrices that prefill widens at a time (512 MB)
@@ -29,7 +30,7 @@ def experts(
     the shared expert then through a product of all.
     """
     N, K = ids.shape
-    if N > FEW and takes(ids[:FEW], w1, w3, w2):
+    if N > FEW and takes((FEW, K), w1, w3, w2):
         if N < SORTED:
             blocks_ = (slice(i, i + FEW) for i in range(0, N, FEW))
             parts = [experts(x[b], ids[b], weights[b], w1, w3, w2, limit) for b in blocks_]
@@ -37,29 +38,54 @@ def experts(
         else:
             routed = _sorted(x, ids, weights, w1, w3, w2, limit)
         return routed + mlp_reference(x, *shared, limit) if shared else routed
-    F, D = w1.shape[1:]
-    both = [(w1, w3, w2), *([shared] if shared else [])]
-    taken = (
-        kind(gate) == kind(up) and takes(ids, gate, up) and gate.shape[-2:] == (F, D)
-        for gate, up, _ in both
-    )
-    if not all(taken):
+    both = [(w1, w3), *([shared[:2]] if shared else [])]
+    if not _taken((N, K), both):
         return experts_reference(x, ids, weights, w1, w3, w2, limit, shared)
-    tile = tiling(F)
-    places = K + len(both) - 1
-    (h,) = _kernel(*(kind(gate) for gate, _, _ in both))(
+    (h,) = _launch(x, K, {"ids": ids, "weights": weights}, both, limit)
+    return experts_down(h, ids, w2, shared[2] if shared else None)
+
+
+def routed(x, choice: Choice, w1: Matrix, w3: Matrix, w2: Matrix, limit: float, shared=None):
+    """`experts` of what `route` chooses; few rows choose within the launch, one is spared."""
+    N, E, K = *choice.logits.shape, choice.k
+    both = [(w1, w3), *([shared[:2]] if shared else [])]
+    if N > FEW or not _taken((N, K), both) or E > 1024 or K > 32:
+        return experts(x, *chosen_by(choice), w1, w3, w2, limit, shared)
+    inputs, ids = {"logits": choice.logits}, choice.chosen
+    if ids is None:
+        h, ids = _launch(x, K, inputs | {"bias": choice.bias}, both, limit, choice.scale)
+    else:
+        (h,) = _launch(x, K, inputs | {"ids": ids}, both, limit, choice.scale)
+    return experts_down(h, ids, w2, shared[2] if shared else None)
+
+
+def _taken(places: tuple[int, int], both) -> bool:
+    """Whether the kernel is there for N and K and the pairs of w1 and w3."""
+    w1 = both[0][0]
+    return all(
+        kind(gate) == kind(up) and takes(places, gate, up) and gate.shape[-2:] == w1.shape[1:]
+        for gate, up in both
+    )
+
+
+def _launch(x, K: int, choice: dict[str, mx.array], both, limit: float, scale: float = 0.0):
+    """h [N, places, F], and where the launch chooses the ids [N, K]."""
+    N, (F, D) = x.shape[0], both[0][0].shape[1:]
+    tile, places, chooses = tiling(F), K + len(both) - 1, "bias" in choice
+    kernel = _kernel(limit, tuple(choice), scale, *(kind(gate) for gate, _ in both))
+    template = {"D": D, "F": F, "K": K, "PLACES": places, "T": tile}
+    if "logits" in choice:
+        template["E"] = choice["logits"].shape[1]
+    return kernel(
         x,
-        ids,
-        weights,
-        mx.array(limit, mx.float32),
-        *arrays(*(w for gate, up, _ in both for w in (gate, up))),
-        template={"D": D, "F": F, "K": K, "PLACES": places, "T": tile},
+        *choice.values(),
+        *arrays(*(w for pair in both for w in pair)),
+        template=template,
         grid=(F // tile * 32 * blocks(D), places * N, 1),
         group=(32 * blocks(D), 1, 1),
-        shapes=[(N, places, F)],
-        dtypes=[mx.float32],
+        shapes=[(N, places, F), (N, K)][: 1 + chooses],
+        dtypes=[mx.float32, mx.uint32][: 1 + chooses],
     )
-    return experts_down(h, ids, w2, shared[2] if shared else None)
 
 
 def experts_reference(x, ids, weights, w1, w3, w2, limit, shared=None):
@@ -117,16 +143,18 @@ def _grouped(x: mx.array, w: Matrix, chosen: mx.array) -> mx.array:
 
 
 @cache
-def _kernel(routed, shared=None) -> metal.Kernel:
+def _kernel(limit: float, choice: tuple, scale: float, routed, shared=None) -> metal.Kernel:
+    """choice: names of the inputs that say which experts a row meets, and with what weights."""
     kinds = {"gate": routed, "up": routed}
     if shared:
         kinds |= {"shared_gate": shared, "shared_up": shared}
     inputs, readers_ = readers(kinds)
 
     def call(gate, up, weight, expert):
-        return f"""experts<D, F, T>({gate}, {up}, x + row * D, {weight}, limit,
-    h + (row * PLACES + place) * F, stage, part, {expert}, threadgroup_position_in_grid.x,
-    thread_index_in_threadgroup, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);"""
+        return f"""experts<D, F, T>({gate}, {up}, x + row * D, {weight},
+    {metal.literal(limit)}, h + (row * PLACES + place) * F, stage, part, {expert},
+    threadgroup_position_in_grid.x, thread_index_in_threadgroup, simdgroup_index_in_threadgroup,
+    thread_index_in_simdgroup);"""
 
     # The shared expert, which may take longest, comes first.
     meet_shared = f"""if (place == K) {{
@@ -134,14 +162,28 @@ def _kernel(routed, shared=None) -> metal.Kernel:
   return;
 }}
 """
+    own, weight, expert = "", "weights[slot]", "ids[slot]"
+    if "logits" in choice:
+        own = "threadgroup float keys[E];\nthreadgroup float chosen[K];\nthreadgroup uint own[K];\n"
+        where = "thread_index_in_threadgroup"
+        if "bias" in choice:
+            own += f"""route_choose<E, K>(logits + row * E, bias, keys, chosen, own, {where},
+    threads_per_threadgroup.x, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+if (threadgroup_position_in_grid.x == 0 && {where} == 0) {{
+  ids[slot] = own[place];
+}}
+"""
+        else:
+            own += f"route_look<E, K>(logits + row * E, ids + row * K, chosen, own, {where});\n"
+        weight, expert = f"route_weight(chosen, place, K, {metal.literal(scale)})", "own[place]"
     return metal.Kernel(
         "experts",
-        inputs=["x", "ids", "weights", "limit", *inputs],
-        outputs=["h"],
+        inputs=["x", *choice, *inputs],
+        outputs=["h", "ids"] if "bias" in choice else ["h"],
         call=f"""threadgroup float4 stage[(D + 1023) / 1024 * 128];
 threadgroup float part[(D + 1023) / 1024 * 2 * T];
 {readers_}uint row = threadgroup_position_in_grid.y % x_shape[0];
 uint place = (threadgroup_position_in_grid.y / x_shape[0] + K) % PLACES;
 {meet_shared if shared else ""}uint slot = row * K + place;
-{call("gate", "up", "weights[slot]", "ids[slot]")}""",
+{own}{call("gate", "up", weight, expert)}""",
     )

@@ -24,7 +24,7 @@ def experts_down(h: mx.array, ids: mx.array, w2: Matrix, shared: Matrix | None =
     N, places, F = h.shape
     D, K = w2.shape[1], ids.shape[1]
     both = [w2] if shared is None else [w2, shared]
-    if not takes(ids, *both):
+    if not takes(ids.shape, *both):
         return experts_down_reference(h, ids, w2, shared)
     tile = tiling(D, N)
     # The blocks of a row in simdgroups of their own, or one after the other.
@@ -61,15 +61,15 @@ def gather(x: mx.array, w: Matrix, ids: mx.array) -> mx.array:
     return (x @ dequantize(w[ids]).swapaxes(-1, -2)).squeeze(2)
 
 
-def takes(ids: mx.array, *ws: Matrix) -> bool:
-    """Whether the kernels are there for ids [N, K] and matrices [E, M, columns] or [M, columns].
+def takes(places: tuple[int, int], *ws: Matrix) -> bool:
+    """Whether the kernels are there for N and K and matrices [E, M, columns] or [M, columns].
 
-    They are for N and K up to 8, M a multiple of 4, columns a multiple of 32 up to 8192, 2048
+    They are for these up to 8, M a multiple of 4, columns a multiple of 32 up to 8192, 2048
     elements or more, and 2^32 or fewer.
     """
     return (
         metal.enabled()
-        and max(ids.shape) <= FEW
+        and max(places) <= FEW
         and all(w.shape[-2] % 4 == 0 and w.shape[-1] % 32 == 0 for w in ws)
         and all(w.shape[-1] <= 8192 for w in ws)  # of threadgroup memory there are 32 KB
         # An index counts elements; no plane has fewer than 8, which Metal gets in another space.

@@ -1,5 +1,7 @@
 """The read-out collapse before the output head."""
 
+from functools import cache
+
 import mlx.core as mx
 
 from ..packed import Packed
@@ -16,14 +18,19 @@ _part = metal.Kernel(
     call="""hc_head_part<HC>(x, fn, part, x_shape[0], fn_shape[1], threadgroups_per_grid.y,
     threadgroup_position_in_grid.y, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
 )
-_finish = metal.Kernel(
-    "hc_head",
-    inputs=["x", "part", "scale", "base", "eps", "norm_eps"],
-    outputs=["out"],
-    call="""threadgroup float sums[HC + 1];
-hc_head_finish<HC>(x, part, scale, base, out, sums, eps, norm_eps, x_shape[2], part_shape[2],
-    thread_position_in_grid.xy, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
-)
+
+
+@cache
+def _finish(eps: float, norm_eps: float) -> metal.Kernel:
+    return metal.Kernel(
+        "hc_head",
+        inputs=["x", "part", "scale", "base"],
+        outputs=["out"],
+        call=f"""threadgroup float sums[HC + 1];
+hc_head_finish<HC>(x, part, scale, base, out, sums, {metal.literal(eps)},
+    {metal.literal(norm_eps)}, x_shape[2], part_shape[2], thread_position_in_grid.xy,
+    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
+    )
 
 
 def hc_head(x, fn, scale, base, *, eps: float, norm_eps: float) -> mx.array:
@@ -44,13 +51,11 @@ def hc_head(x, fn, scale, base, *, eps: float, norm_eps: float) -> mx.array:
         shapes=[(N, HC + 1, chunks)],
         dtypes=[mx.float32],
     )
-    (out,) = _finish(
+    (out,) = _finish(eps, norm_eps)(
         x,
         part,
         scale,
         base,
-        mx.array(eps),
-        mx.array(norm_eps),
         template={"HC": HC},
         grid=(metal.round_up(D, 256), N, 1),
         group=(256, 1, 1),

@@ -24,12 +24,12 @@ index_scores<HI, C, SIMDGROUPS, ROUNDED>((const device vec<float, C>*)q, turn, w
 def index_scores(q, rotation, w, keys, ready: mx.array, *, rounded: bool) -> mx.array:
     """sum_h w_h relu(q_h . key) of q after `rope` and, if `rounded`, `round_index` (model 8).
 
-    q [N, Hi, Di] float32, as wq_b gives it; rotation [N, R / 2] complex64; w [N, Hi], keys
+    q [N, Hi * Di] float32, as wq_b gives it; rotation [N, R / 2] complex64; w [N, Hi], keys
     [C, Di] float32, rounded before; ready [N] int32: how many entries each row may see
     -> [N, C] float32, minus infinity at and past a row's `ready`. The kernel takes up to FEW
     rows, 128 heads, and Di of 64 or 128.
     """
-    N, Hi, Di = q.shape
+    (N, Hi), Di = w.shape, keys.shape[1]
     if not metal.enabled() or N > FEW or Di not in (64, 128) or Hi > 128:
         return index_scores_reference(q, rotation, w, keys, ready, rounded=rounded)
     capacity, R = keys.shape[0], 2 * rotation.shape[1]
@@ -57,7 +57,7 @@ def index_scores(q, rotation, w, keys, ready: mx.array, *, rounded: bool) -> mx.
 
 def index_scores_reference(q, rotation, w, keys, ready, *, rounded: bool):
     def one(q, rotation, w, ready):
-        q = rope(q, rotation)
+        q = rope(q.reshape(*w.shape, -1), rotation)
         scores = weigh(round_index(q) if rounded else q, w, keys)
         return mx.where(mx.arange(keys.shape[0]) < ready[:, None], scores, -mx.inf)
 

@@ -16,6 +16,8 @@ from .rms_norm import rms_norm
 from .rope import rope
 from .round_kv import round_kv
 
+_COPIED = 2048  # of latents.metal
+
 
 class Pool(NamedTuple):
     """A compressor's share of a block of N tokens; ratio 4 pools overlapping windows (model 7)."""
@@ -42,12 +44,13 @@ def latents(
     rounded: bool,
     eps: float,
 ) -> tuple[mx.array, mx.array, list[mx.array]]:
-    """The products of N rows -> qr [N, Rq], rows [N, W], entries [n, d] of each closing pool.
+    """The products of N rows -> qr [N, Rq], rows [., W], entries [n, d] of each closing pool.
 
     q [N, Rq], kv [N, Dh] float32; turns complex64 [N, R / 2] (model 5, 6, 7, 15). A row of the
-    `ring` (a cache.Ring of rows [., W]) is kv, normed, rotated and, where `rounded`, through
-    fp8; then c and s + ape of each pool. `position` is the first row's, and an int where the
-    reference is taken. The kernel takes up to FEW rows.
+    `ring` (a cache.Ring of rows [CAP, W]) is kv, normed, rotated and, where `rounded`, through
+    fp8; then c and s + ape of each pool. `rows` are the N new ones; for up to FEW all that the
+    ring is to hold, [CAP, W], the new ones in their places. `position` is the first row's, an
+    int, or for the kernel what `placed` gives of it. The kernel takes up to FEW rows.
     """
     if not metal.enabled() or q.shape[0] > FEW:
         return latents_reference(
@@ -57,18 +60,19 @@ def latents(
     W = Dh + sum(2 * p.c.shape[1] for p in pools)
     closing = [p for p in pools if p.turns is not None]
     closed = closing[0].turns.shape[0] if closing else 0
-    inputs = [q, kv, q_norm, kv_norm, _pairs(turns), metal.scalar(position)]
+    inputs = [q, kv, q_norm, kv_norm, _pairs(turns), metal.placed(position)]
     template = {"Q": q.shape[1], "DH": Dh, "R": 2 * turns.shape[-1], "W": W, "CLOSED": closed}
     for p in pools:
         ape = p.ape if isinstance(p.ape, mx.array) else embed(mx.arange(p.ratio), p.ape)
         inputs += [p.c, p.s, ape, *([p.norm, _pairs(p.turns)] if p.turns is not None else [])]
-    shapes = [q.shape, (N, W), *((closed, p.norm.shape[0]) for p in closing)]
+    shapes = [q.shape, ring.rows.shape, *((closed, p.norm.shape[0]) for p in closing)]
+    copies = -(-ring.rows.size // _COPIED)
     kinds = tuple((p.ratio, p.norm.shape[0], p.rounded, p.turns is not None) for p in pools)
     qr, rows, *entries = _kernel(kinds, rounded, eps)(
         *inputs,
-        *([ring.rows] if pools else []),
+        ring.rows,
         template=template,
-        grid=(256, (2 + len(pools)) * N + closed * len(closing), 1),
+        grid=(256, (2 + len(pools)) * N + closed * len(closing) + copies, 1),
         group=(256, 1, 1),
         shapes=shapes,
         dtypes=[mx.float32] * len(shapes),
@@ -90,6 +94,8 @@ def latents_reference(q, kv, q_norm, kv_norm, turns, pools, ring, position, *, r
             entries.append(round_kv(entry, R) if p.rounded else entry)
         at += 2 * s.shape[1]
     rows = mx.concatenate(rows, axis=1) if pools else rows[0]
+    if q.shape[0] <= FEW:
+        rows = ring.written(position, rows)
     return rms_norm(q, q_norm, eps), rows, entries
 
 
@@ -128,17 +134,17 @@ def _pairs(turns: mx.array) -> mx.array:
 @cache
 def _kernel(kinds: tuple[tuple[int, int, bool, bool], ...], rounded: bool, eps: float):
     """kinds: of each pool the ratio, d, whether it is rounded, and whether a window closes."""
-    inputs, outputs = ["q", "kv", "q_norm", "kv_norm", "turns", "position"], ["qr", "rows"]
+    inputs, outputs = ["q", "kv", "q_norm", "kv_norm", "turns", "position"], ["qr", "held"]
     column, keeps, closes, windows = "DH", "", "", ""
     for i, (ratio, d, pool_rounded, closing) in enumerate(kinds):
         inputs += [f"c{i}", f"s{i}", f"ape{i}", *([f"norm{i}", f"turns{i}"] if closing else [])]
         width = 2 * d if ratio == 4 else d
         windows += f"""latents_window window{i} = {{ring + {column}, c{i}, s{i}, int(ring_shape[0]),
-    W, {width}, {ratio}, position, int(position) / {ratio} + int(at)}};
+    W, {width}, {ratio}, int(first), int(first) / {ratio} + int(at)}};
 """
         made = f"latents_made(window{i}, ape{i})"
         keeps += f"""}} else if (y < {3 + i} * N) {{
-  latents_keep({made}, n, rows + n * W + {column}, thread_index_in_threadgroup);
+  latents_keep({made}, n, held + place * W + {column}, thread_index_in_threadgroup);
 """
         if closing:
             outputs.append(f"entries{i}")
@@ -151,10 +157,11 @@ def _kernel(kinds: tuple[tuple[int, int, bool, bool], ...], rounded: bool, eps: 
         column += f" + 2 * {width}"
     return metal.Kernel(
         "latents",
-        inputs=inputs + (["ring"] if kinds else []),
+        inputs=[*inputs, "ring"],
         outputs=outputs,
         call=f"""threadgroup float sums[8];
 uint y = threadgroup_position_in_grid.y, N = kv_shape[0], n = y % N;
+uint first = position[0], CAP = ring_shape[0], place = (first + n) % CAP;
 uint at = y - {2 + len(kinds)} * N;
 uint sg = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
 {windows}if (y < N) {{
@@ -162,7 +169,10 @@ uint sg = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
   latents_row<Q, 0, false>(product, q_norm, turns, qr + n * Q, sums, {eps}f, sg, lane);
 }} else if (y < 2 * N) {{
   latents_product product = {{kv + n * DH}};
-  latents_row<DH, R, {str(rounded).lower()}>(product, kv_norm, turns + n * R, rows + n * W, sums,
-      {eps}f, sg, lane);
-{keeps}{closes}}}""",
+  latents_row<DH, R, {str(rounded).lower()}>(product, kv_norm, turns + n * R, held + place * W,
+      sums, {eps}f, sg, lane);
+{keeps}{closes}}} else {{
+  latents_copy<W>(ring, held, CAP, first, N, at - {len(outputs) - 2} * CLOSED,
+      thread_index_in_threadgroup);
+}}""",
     )

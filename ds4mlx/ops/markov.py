@@ -21,11 +21,12 @@ def _step(kind1, kind2) -> metal.Kernel:
     inputs, readers_ = readers({"w1": kind1, "w2": kind2})
     return metal.Kernel(
         "markov",
-        inputs=["u", "known", "found", "at", *inputs],
+        inputs=["u", "known", "found", *inputs],
         outputs=["logits", "tokens", "best_of"],
         call=f"""{_PICKING}threadgroup float4 e[R / 4];
-{readers_}markov(u, known, found, w1, w2, logits, tokens, best_of, e, values, places, at,
-    u_shape[1], R, found_shape[0], threadgroup_position_in_grid.x, thread_index_in_threadgroup,
+{readers_}uint at = found_shape[1] == 1 ? 0 : known_shape[0];
+markov(u, known, found, w1, w2, logits, tokens, best_of, e, values, places, at, u_shape[1], R,
+    found_shape[0], threadgroup_position_in_grid.x, thread_index_in_threadgroup,
     threads_per_threadgroup.x);""",
     )
 
@@ -62,7 +63,6 @@ def markov(u: mx.array, anchor: mx.array, w1: Matrix, w2: Matrix):
             u,
             known,
             found,
-            mx.array(i, mx.uint32),
             *arrays(w1, w2),
             template={"R": R},
             grid=(groups * _GROUP, 1, 1),

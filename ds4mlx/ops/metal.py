@@ -87,9 +87,20 @@ def compiles() -> bool:
     return enabled() and (_traced.get() is not None or real)
 
 
-def scalar(value: int | mx.array) -> mx.array:
-    """What a kernel takes for an int that a compiled graph knows as an array only."""
-    return value if isinstance(value, mx.array) else mx.array(value)
+def placed(position: int | mx.array) -> mx.array:
+    """[4] int32 of an int, or of what a compiled graph knows as an array: what kernels read.
+
+    Of 8 bytes or fewer MLX keeps arrays on CUDA in the host's memory, where each threadgroup's
+    look takes microseconds. What is placed stays as it is.
+    """
+    if isinstance(position, int):
+        return mx.array([position] * 4)
+    return position if position.ndim else mx.full(4, position)
+
+
+def literal(value: float) -> str:
+    """A float in a kernel's text; see `placed` for why it is no input."""
+    return f"{float(value)!r}f" if math.isfinite(value) else f"{value}".replace("inf", "INFINITY")
 
 
 def read_source(name: str) -> str:

@@ -11,6 +11,7 @@ from ds4mlx.ops import metal
 from ds4mlx.ops.attention import attend, attention, attention_reference
 from ds4mlx.ops.rms_norm import rms_norm_reference
 from ds4mlx.ops.rope import rope_reference, rotation
+from ds4mlx.rows import FEW
 from tests.close import assert_close, assert_same
 from tests.golden_data import op_vectors
 from tests.metal.bench import executed
@@ -37,7 +38,7 @@ class Sequence:
     def __init__(self, tokens, H, Dh, R, window, ratio=0, topk=0, causal=True, extra=0):
         rng = np.random.default_rng(3)
         normal = lambda *s: mx.array(rng.normal(size=s), mx.float32)  # noqa: E731
-        self.q, self.rows = normal(tokens, H, Dh), normal(tokens, Dh + extra)
+        self.q, self.rows = normal(tokens, H * Dh), normal(tokens, Dh + extra)
         self.sink = mx.array(np.resize([-20.0, 0.5, 3.0, 60.0], H), mx.float32)
         self.turns = rotation(mx.arange(tokens), 0.5 ** mx.arange(R // 2))
         self.settings = dict(window=window, eps=EPS, causal=causal, ratio=ratio)
@@ -58,7 +59,7 @@ class Sequence:
         part = slice(position, position + n)
         return op(
             self.q[part],
-            self.rows[part],
+            self.rows[part] if n > FEW else ring.written(position, self.rows[part]),
             ring,
             self.sink,
             self.turns[part],
@@ -117,7 +118,7 @@ def test_kernel_matches_reference_and_rows_equal_rows_alone(case):
 @pytest.mark.parametrize("position, n", [(40, 1), (40, 3), (37, 9)])
 def test_queries_and_results_are_turned_and_keys_come_from_the_ring(op, position, n):
     s = Sequence(60, 3, 32, 8, 5, ratio=4)
-    q = rope_reference(rms_norm_reference(s.q, None, EPS), s.turns)
+    q = rope_reference(rms_norm_reference(s.q.reshape(60, 3, 32), None, EPS), s.turns)
     want = []
     for t in range(position, position + n):
         keys = mx.concatenate([s.rows[t - 4 : t + 1], s.settings["entries"][: (t + 1) // 4]])

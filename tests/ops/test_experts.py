@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from ds4mlx.ops import metal
-from ds4mlx.ops.experts import experts, experts_reference
+from ds4mlx.ops.experts import experts, experts_reference, routed
 from ds4mlx.ops.mlp import mlp_reference
+from ds4mlx.ops.route import Choice, chosen_by
 from tests.close import assert_close, assert_rows_alone, assert_same
 from tests.metal.bench import executed
 from tests.metal.cases import Case
@@ -70,6 +71,51 @@ def test_kernels_match_reference_at_the_whole_shape_of_flash():
     with executed("guard"):
         got = op(*row)
     assert_close(got, want, atol=1e-5 * np.abs(want).max())
+
+
+def choosing(E, K, listed, rows=8):
+    """routed(...), and the same in a launch more, of random logits."""
+    w = [matrix("MXFP4", E, 32, 64), matrix("MXFP4", E, 32, 64, seed=1), matrix("Q8_0", E, 64, 32)]
+    mx.random.seed(E)
+    logits, bias = mx.random.normal((rows, E)), mx.random.normal((E,))
+    logits[1, 0], logits[2], bias[E // 2] = mx.nan, 0.25, bias[0]
+    chosen = mx.random.randint(0, E, (rows, K)).astype(mx.uint32)
+    shared = [matrix("Q8_0", *m.shape[1:], seed=2) for m in w]
+
+    def choice(logits, chosen):
+        how = {"chosen": chosen} if listed else {"bias": bias}
+        return Choice(logits, k=K, scale=1.5, **how)
+
+    def within(x, logits, chosen):
+        return routed(x, choice(logits, chosen), *w, LIMIT, shared)
+
+    def before(x, logits, chosen):
+        return experts(x, *chosen_by(choice(logits, chosen)), *w, LIMIT, shared)
+
+    return within, before, [mx.random.normal((rows, 64)) / 8, logits, chosen]
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("E, K", [(1, 1), (5, 5), (37, 3), (256, 6)])
+def test_experts_chosen_within_the_launch_are_those_of_the_router(E, K, listed):
+    within, before, arrays = choosing(E, K, listed)
+    with executed("check"):
+        got, want = (np.array(f(*arrays)) for f in (within, before))
+        assert np.array_equal(got, want, equal_nan=True)
+        assert np.isfinite(np.delete(got, 1, axis=0)).all()
+        arrays[1][1, 0] = 0.0
+        assert_rows_alone(within, *arrays)
+
+
+def test_few_rows_choose_within_the_launch_and_many_before_it():
+    names = []
+    with executed(), pytest.MonkeyPatch.context() as patch:  # undone before the executor is left
+        launch = metal.launch
+        patch.setattr(metal, "launch", lambda k, *a: names.append(k.name) or launch(k, *a))
+        for rows in (8, 9):
+            within, _, arrays = choosing(5, 2, False, rows)
+            within(*arrays)
+    assert names[:2] == ["experts", "experts_down"] and names[2:4] == ["route", "experts"]
 
 
 def test_kernel_takes_an_expert_twice_in_a_row():
