@@ -17,7 +17,7 @@ from .cache import Cache, Step
 from .generate import Speculation, decode, prefill
 from .loading import EMBEDDED, EMBEDDED_DRAFT
 from .sampling import Sampler
-from .target import Target, settled
+from .target import Target
 
 PROMPTS = (
     "def fibonacci(n):\n",
@@ -165,8 +165,7 @@ def divergence(target: Target, ids, want: list[int], got: list[int], cycles: lis
 def sublayers(target: Target, ids: list[int], cache: Cache) -> Iterator[tuple[int, str, mx.array]]:
     """(layer, "attn" or "ffn", streams after it) of one forward pass."""
     step = Step.of(target.config, cache.position, len(ids))
-    for i, op, *streams in target.sublayers(mx.array(ids, mx.int32), step, cache):
-        yield i, op, settled(*streams)
+    yield from target.sublayers(mx.array(ids, mx.int32), step, cache)
     cache.advance(len(ids))
 
 

@@ -10,7 +10,7 @@ from . import ops
 from .cache import DraftCache, Ring
 from .graphs import Graphs, compiled
 from .rows import FEW
-from .target import Attention, HyperConnection, MoE, Target, settled
+from .target import Attention, HyperConnection, MoE, Target
 from .weights import Weights
 
 
@@ -99,14 +99,15 @@ class Draft:
     def block(self, anchor: mx.array, position: int | mx.array, *rings: mx.array) -> list[mx.array]:
         """The parts of a Block after `anchor` at `position`, which the reference takes as int."""
         ids, x = self.embed(anchor)
-        written, turn = None, ops.rotation(position + mx.arange(ids.shape[0]), self.freqs)
+        part, turn = None, ops.rotation(position + mx.arange(ids.shape[0]), self.freqs)
         if isinstance(position, mx.array):
             position = ops.placed(position)
         cache = self.cache()
         cache.replace(rings)
-        for stage, ring in zip(self.stages, cache.rings, strict=True):
-            x, written = stage(x, written, ring, position, turn)
-        z = self.collapse(settled(x, written))
+        after = [stage.hc_attn for stage in self.stages[1:]] + [None]
+        for stage, ring, following in zip(self.stages, cache.rings, after, strict=True):
+            x, part = stage(x, part, ring, position, turn, following)
+        z = self.collapse(x)
         u = ops.linear(ops.rms_norm(z, self.norm, self._eps), self.target.head)
         tokens, logits, e = ops.markov(u, anchor, self.markov_w1, self.markov_w2)
         confidence = ops.linear(mx.concatenate([z, e], axis=-1), self.confidence_proj)
@@ -149,15 +150,16 @@ class Stage:
         self.hc_ffn = HyperConnection(config, "ffn", weights)
         self.ffn = MoE(config, False, weights.at("ffn"))
 
-    def __call__(self, x, written, ring: Ring, position, turn):
+    def __call__(self, x, part, ring: Ring, position, turn, following: HyperConnection | None):
         """A block at `position`, whose context is in the ring; it leaves nothing there.
 
-        x, written: as those of Target.sublayers.
+        x, part: the streams [N, HC, D] before and after it, as an op with `ops.Back` gives them;
+        following: of the next stage.
         """
-        x, y, *back = self.hc_attn(x, written)
-        qr, kv = ops.linears(y, [self.attn.wq_a, self.attn.wkv])
+        y, back = self.hc_attn(x, part, self.hc_ffn)
+        qr, kv = ops.beside(y, [self.attn.wq_a, self.attn.wkv])
         qr, rows, _ = self.attn.latents(qr, kv, turn, [], ring, position)
         q = ops.linear(qr, self.attn.wq_b)
-        written = (self.attn.attend(q, rows, ring, turn, position, causal=False), *back)
-        x, y, *back = self.hc_ffn(x, written)
-        return x, (self.ffn(y, None), *back)
+        x, part = self.attn.attend(q, rows, ring, turn, position, back, causal=False)
+        y, back = self.hc_ffn(x, part, following)
+        return self.ffn(y, None, back)

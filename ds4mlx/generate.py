@@ -56,18 +56,19 @@ def awaited(arrays):
 
 
 def paced(done: Callable[[int], None]) -> Callable:
-    """Evaluates what it is called with, two calls at a time; `done` hears of the n-th.
+    """Evaluates what it is called with, two calls at a time; `done` hears of the n-th sublayer.
 
     What a chunk of prefill takes would else all be held at once.
     """
     before, calls = [], count(1)
 
-    def pace(*arrays):
+    def pace(*arrays, part: bool = False):
         mx.async_eval(arrays)
         if before:
             mx.eval(before.pop())
         before.append(arrays)
-        done(next(calls))
+        if not part:
+            done(next(calls))
 
     return pace
 

@@ -16,6 +16,7 @@ from .config import TargetConfig
 from .download import TARGETS
 from .errors import Ds4Error, UsageError
 from .ops import PRODUCTS, QUERIES, SORTED, TILE, WIDENED
+from .ops.experts_grouped import held
 from .weights import loaded_bytes
 
 GIB = 1 << 30
@@ -154,14 +155,12 @@ def _workspace(c: TargetConfig, ctx: int, rows: int, matrix: int, kind: str) -> 
 
 
 def _experts(c: TargetConfig, rows: int, kind: str) -> int:
-    """What the experts of a layer hold where they are widened (ops.experts), in float16.
-
-    On CUDA MLX submits so many launches at once that all are held, on Metal a few tiles.
-    """
-    whole = 3 * c.n_routed_experts * c.moe_intermediate_size * c.hidden_size
-    held = whole if kind == "cuda" else min(whole, _TILES * TILE)
-    met = rows * c.num_experts_per_tok * (6 * c.moe_intermediate_size + 4 * c.hidden_size)
-    return 2 * (held + met)
+    """What the experts of a layer hold where they are widened (ops.experts), in float16."""
+    E, F, D = c.n_routed_experts, c.moe_intermediate_size, c.hidden_size
+    if kind == "cuda":
+        return 2 * held(E, F, D, rows * c.num_experts_per_tok)
+    met = rows * c.num_experts_per_tok * (6 * F + 4 * D)
+    return 2 * (min(3 * E * F * D, _TILES * TILE) + met)
 
 
 def require(name: str, plan: Plan, ctx: int, on: Device, force: bool = False) -> str | None:

@@ -11,12 +11,17 @@ import numpy as np
 from . import ops
 from .cache import Ring
 from .convert.blocks import LAYOUTS
+from .ops import metal
+from .ops.attention_shares import attention_shares
 from .ops.experts_down import PLANES, experts_down
+from .ops.experts_grouped import experts_grouped
+from .ops.gather_rows import gather_rows
 from .packed import Matrix, Packed
 from .rows import FEW
 from .weights import as_matrix
 
 EPS = 1e-6
+_MIXTURE = dict(iterations=20, eps=EPS, norm_eps=EPS)
 _HALVES = {mx.float16: "F16", mx.float32: "F32", mx.bfloat16: "BF16"}
 _FLOATS = {name: dtype for dtype, name in _HALVES.items()}
 _PACKED = ("Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q2_K", "IQ2_XXS")
@@ -101,8 +106,11 @@ def _products(s: Shapes):
     yield Case("linear", f"CSA's inputs, {len(inputs)} of {s.D}", make, 1e-5)
     K = s.H * s.Dh // s.G
     blocks = [("Q8_0", s.G * s.Ro, K)]
-    make = partial(_product, lambda w, x: ops.grouped_linear(x, *w), blocks, s.G, K)
+    make = partial(_product, lambda w, x: ops.grouped_linear(x, *w, s.G), blocks, s.G, K)
     yield Case("linear", f"Q8_0 {s.G} groups, {K} to {s.Ro}", make, 1e-5)
+    inputs = lambda: [_normal(FEW, s.G * s.Ro)]  # noqa: E731
+    make = partial(_back, s, ops.linear, [("Q8_0", s.D, s.G * s.Ro)], inputs)
+    yield Case("linear", f"Q8_0 {s.G * s.Ro} to {s.D}, into {s.HC} streams", make, 3e-5)
     for t in (*_FLOATS, "Q8_0"):
         yield Case("embed", f"{t} {s.D} wide", partial(_embed, t, 4096, s.D), 0.0)
     for t in _PACKED:
@@ -117,17 +125,22 @@ def _experts(s: Shapes):
         yield Case("experts", f"{up}, {down}, {s.k} of {s.held}, a shared one", make, 1e-5)
     make = partial(_routed, s, "IQ2_XXS", "Q2_K", ops.SORTED // FEW)
     yield Case("dequantize", f"experts of {ops.SORTED} rows, float16", make, 3e-3, alone=False)
+    make = partial(_grouped, s, "IQ2_XXS", "Q2_K")
+    yield Case("experts_grouped", f"{FEW} rows, float16", make, 3e-3, alone=False)
     for t in PLANES:
         make = partial(_routed_down, s, t)
         yield Case("experts_down", f"{t} {s.k} of {s.held}, {s.F} to {s.D}", make, 1e-5)
+    inputs = lambda: [_normal(FEW, s.k + 1, s.F), _chosen(s.held, s.k)]  # noqa: E731
+    for t in ("Q2_K", "MXFP4"):
+        make = partial(_back, s, experts_down, [(t, s.held, s.D, s.F), ("Q8_0", s.D, s.F)], inputs)
+        yield Case("experts_down", f"{t} and a shared one, into {s.HC} streams", make, 3e-5)
 
 
 def _streams(s: Shapes):
     shape = f"{s.HC} x {s.D}"
     for dtype, name in _HALVES.items():
-        yield Case("hc_mix", f"{name} {shape}", partial(_hc_mix, s, dtype, True), 3e-5)
+        yield Case("hc_mix", f"{name} {shape}", partial(_hc_mix, s, dtype), 3e-5)
         yield Case("hc_head", f"{name} {shape}", partial(_hc_head, s, dtype), 1e-5)
-    yield Case("hc_mix", f"F32 {shape}, first", partial(_hc_mix, s, mx.float32, False), 3e-5)
     make = partial(_plain, lambda w, *a: ops.hc_collapse(*a), (s.HC, s.D), (s.HC,))
     yield Case("hc_collapse", shape, make, 2e-6)
     shapes = ((s.HC, s.D), (s.D,), (s.HC,), (s.HC, s.HC))
@@ -149,6 +162,12 @@ def _attention(s: Shapes):
         yield Case("attention", f"{name}, {shape}", partial(_attend, s, ratio, topk), 2e-5)
     make = partial(_attend, s, 0, 0, False)
     yield Case("attention", f"a draft's, {shape}", make, 2e-5, rows=5, alone=False)
+    for ratio in (0, 4, 128):
+        name = {0: "window", 4: f"CSA {s.topk}", 128: "HCA"}[ratio]
+        make = partial(_shares, s, ratio)
+        yield Case("attention_shares", f"{name}, {s.H} heads", make, 2e-6, alone=False)
+    make = partial(_gathered, s.entries, s.Dh, s.topk)
+    yield Case("gather_rows", f"{s.topk} of {s.entries} x {s.Dh}", make, 0.0)
     for inverse in (False, True):
         make = partial(_rope, (s.H, s.Dh), s.R, inverse)
         yield Case("rope", f"{shape}{', back' if inverse else ''}", make, 2e-6)
@@ -250,6 +269,19 @@ def _routed(s: Shapes, up: str, down: str, times: int = 1) -> Work:
     return _work(op, routed + shared, x, _chosen(s.held, s.k), weights, read=read)
 
 
+def _grouped(s: Shapes, up: str, down: str) -> Work:
+    routed = [matrix(up, s.held, s.F, s.D, seed=i) for i in range(2)]
+    routed += [matrix(down, s.held, s.D, s.F)]
+
+    def op(w, x, ids, weights):
+        way = experts_grouped if metal.enabled() else ops.experts
+        return way(x, ids, weights, *w, 10.0)
+
+    x, weights = _normal(FEW, s.D) / 8, mx.abs(_normal(FEW, s.k))
+    read = sum(w.nbytes for w in routed) * s.k // s.held
+    return _work(op, routed, x, _chosen(s.held, s.k), weights, read=read)
+
+
 def _routed_down(s: Shapes, type: str) -> Work:
     w = matrix(type, s.held, s.D, s.F)
     inputs = (_normal(FEW, s.k, s.F), _chosen(s.held, s.k))
@@ -257,16 +289,29 @@ def _routed_down(s: Shapes, type: str) -> Work:
     return _work(op, [w], *inputs, read=w.nbytes * s.k // s.held)
 
 
-def _hc_mix(s: Shapes, dtype, written: bool) -> Work:
+def _mixture(s: Shapes, dtype) -> list[Matrix]:
     M, K = (2 + s.HC) * s.HC, s.HC * s.D
-    weights = [matrix(_HALVES[dtype], M, K), mx.array([0.5, 2.0, 1.5]), _normal(M), _normal(s.D)]
-    settings = dict(iterations=20, eps=EPS, norm_eps=EPS)
+    fn = matrix(_HALVES[dtype], M, K)
+    return [fn, mx.array([0.5, 2.0, 1.5]), _normal(M), _normal(s.D)]
 
-    def op(w, x, *back):
-        return ops.hc_mix(x, back or None, *w, **settings)
 
-    shapes = [(s.HC, s.D), (s.D,), (s.HC,), (s.HC, s.HC)][: 4 if written else 1]
-    return _work(op, weights, *(_normal(FEW, *shape) for shape in shapes))
+def _hc_mix(s: Shapes, dtype) -> Work:
+    op = lambda w, x: ops.hc_mix(x, None, *w, **_MIXTURE)  # noqa: E731
+    return _work(op, _mixture(s, dtype), _normal(FEW, s.HC, s.D))
+
+
+def _back(s: Shapes, product: Callable, weights: list[tuple], inputs: Callable) -> Work:
+    """A product that is written back into the streams, and the mixture that follows."""
+    ws = [matrix(*w) for w in weights] + _mixture(s, mx.float16)
+    read = sum(w.nbytes * s.k // s.held if len(w.shape) == 3 else w.nbytes for w in ws)
+
+    def op(w, *rows):
+        back = ops.Back(*rows[-3:], w[-4])
+        x, part = product(*rows[:-3], *w[:-4], back)
+        return x, *ops.hc_mix(x, part, *w[-4:], **_MIXTURE)
+
+    shapes = [(s.HC, s.D), (s.HC,), (s.HC, s.HC)]
+    return _work(op, ws, *inputs(), *(_normal(FEW, *shape) for shape in shapes), read=read)
 
 
 def _hc_head(s: Shapes, dtype) -> Work:
@@ -277,6 +322,28 @@ def _hc_head(s: Shapes, dtype) -> Work:
 
 def _turns(first: int, n: int, R: int, every: int = 1) -> mx.array:
     return ops.rotation(first + every * mx.arange(n), 10000.0 ** (-2 / R * mx.arange(R // 2)))
+
+
+def _shares(s: Shapes, ratio: int) -> Work:
+    """Rows of prefill, of the scores of a window, and of entries where `ratio` is not 0."""
+    scores, sink = 4 * _normal(FEW, s.H, s.window + FEW), _normal(s.H)
+    others = 4 * _normal(FEW, s.H, s.topk if ratio == 4 else s.entries // 128)
+    ready = [max(0, others.shape[2] - FEW + i) for i in range(FEW)]
+    ids = mx.broadcast_to(mx.arange(others.shape[2], dtype=mx.uint32), (FEW, others.shape[2]))
+
+    def op(w, scores, others):
+        entries = (others, ready, ids if ratio == 4 else None) if ratio else ()
+        found = attention_shares(scores, sink, s.window, s.window, 0.5, *entries)
+        return tuple(a for a in found if a is not None)
+
+    return _work(op, [], scores, others)
+
+
+def _gathered(entries: int, Dh: int, topk: int) -> Work:
+    x, rng = _normal(entries, Dh), np.random.default_rng(Dh)
+    ids = mx.array(rng.integers(0, entries, (FEW, topk)), mx.uint32)
+    op = lambda w, ids: gather_rows(w[0], ids)  # noqa: E731
+    return _work(op, [x], ids, read=4 * topk * Dh)
 
 
 def _rope(shape: tuple, R: int, inverse: bool) -> Work:

@@ -41,7 +41,8 @@ class Target:
 
         taps [N, T * D]: the mean over the streams of each tap layer's output, which the draft
         reads. The cache advances by N. Both are float32. pace: called with the arrays that each
-        sublayer of a step that is not one graph leaves, to be evaluated.
+        sublayer of a step that is not one graph leaves, to be evaluated, and with `part=True` with
+        those that a part of one leaves.
         """
         step = Step.of(self.config, cache.position, ids.shape[0])
         # A scatter on a GPU would write beyond the entries.
@@ -64,32 +65,26 @@ class Target:
     def forward(self, ids, step: Step, cache: Cache, pace=None) -> tuple[mx.array, mx.array]:
         """As a call, but the cache's position stays."""
         tapped, outputs = self.config.dspark_target_layer_ids, []
-        for i, op, *streams in self.sublayers(ids, step, cache):
+        for i, op, x in self.sublayers(ids, step, cache, pace):
             if pace:
-                pace(streams, cache.layers[i].arrays())
-            if op == "attn" and i - 1 in tapped:
-                outputs.append(streams[0])
-        x = settled(*streams)
-        if i in tapped:
-            outputs.append(x)
+                pace(x, cache.layers[i].arrays())
+            if op == "ffn" and i in tapped:
+                outputs.append(x)
         mean = mx.full(x.shape[:2], 1 / x.shape[1])
         return x, ops.hc_collapse(mx.concatenate(outputs, axis=-1), mean)
 
-    def sublayers(self, ids, step: Step, cache: Cache) -> Iterator[tuple]:
-        """The forward pass: (layer, "attn" or "ffn", x, written) after each sublayer.
-
-        x [N, HC, D] are the streams before it, `written` is its output: see `settled`.
-        """
+    def sublayers(self, ids, step: Step, cache: Cache, pace=None) -> Iterator[tuple]:
+        """The forward pass: (layer, "attn" or "ffn", the streams [N, HC, D] after it)."""
         turns = Turns(step, self.freqs)
         x = mx.repeat(ops.embed(ids, self.embed)[:, None], self.config.hc_mult, axis=1)
-        written = None
+        part, after = None, [layer.hc_attn for layer in self.layers[1:]] + [None]
         for i, (layer, state) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            x, y, *back = layer.hc_attn(x, written)
-            written = (layer.attn(y, step, state, turns), *back)
-            yield i, "attn", x, written
-            x, y, *back = layer.hc_ffn(x, written)
-            written = (layer.ffn(y, ids), *back)
-            yield i, "ffn", x, written
+            y, back = layer.hc_attn(x, part, layer.hc_ffn)
+            x, part = layer.attn(y, step, state, turns, back)
+            yield i, "attn", x
+            y, back = layer.hc_ffn(x, part, after[i])
+            x, part = layer.ffn(y, ids, back, pace)
+            yield i, "ffn", x
 
     def graph(self, rows: int, closing: tuple[tuple[int, int], ...], selecting: bool) -> Callable:
         """All steps of a kind as one graph: (ids, position, *state) -> streams, taps, *state."""
@@ -145,11 +140,6 @@ class Turns:
         }
 
 
-def settled(x: mx.array, written: tuple | None) -> mx.array:
-    """Streams [N, HC, D] with the newest sublayer's output written back."""
-    return ops.hc_expand(x, *written) if written else x
-
-
 class Layer:
     """Attention and experts, each behind a hyper-connection."""
 
@@ -161,7 +151,7 @@ class Layer:
 
 
 class HyperConnection:
-    """mHC around one sublayer: write the one before back, mix the streams (model 4)."""
+    """mHC around one sublayer: mix the streams, and tell how it is written back (model 4)."""
 
     def __init__(self, config: TargetConfig, name: str, weights: Weights):
         self.config = config
@@ -170,11 +160,12 @@ class HyperConnection:
         self.base = weights[f"hc_{name}_base"]
         self.norm = weights[f"{name}_norm.weight"]
 
-    def __call__(self, x, written):  # as ops.hc_mix
+    def __call__(self, x, part, following: "HyperConnection | None"):
+        """x, part: as ops.hc_mix; following: of the next sublayer -> its row y, and ops.Back."""
         config = self.config
-        return ops.hc_mix(
+        y, post, comb = ops.hc_mix(
             x,
-            written,
+            part,
             self.fn,
             self.scale,
             self.base,
@@ -183,6 +174,7 @@ class HyperConnection:
             eps=config.hc_eps,
             norm_eps=config.rms_norm_eps,
         )
+        return y, ops.Back(x, post, comb, following and following.fn)
 
 
 class Attention:
@@ -202,14 +194,15 @@ class Attention:
             self.indexer = Indexer(config, weights.at("indexer"))
             self.compressors.append(Compressor(weights.at("indexer.compressor"), False))
 
-    def __call__(self, x, step: Step, cache: LayerCache, turns: Turns):  # x [N, D]
+    def __call__(self, x, step: Step, cache: LayerCache, turns: Turns, back: ops.Back):
+        """The row x [N, D] -> the streams after attention, and perhaps their part: `ops.Back`."""
         turn, position, indexer = turns.rows[bool(self.ratio)], turns.position, self.indexer
         queries = [self.wq_b]
         inputs = [self.wq_a, self.wkv, *(w for c in self.compressors for w in (c.wkv, c.wgate))]
         if indexer and step.selecting:
             queries.append(indexer.wq_b)
             inputs.append(indexer.weights_proj)
-        qr, kv, *products = ops.linears(x, inputs)
+        qr, kv, *products = ops.beside(x, inputs)
         pools = [
             ops.Pool(
                 *products[2 * i : 2 * i + 2],
@@ -225,11 +218,11 @@ class Attention:
         if indexer and len(entries) > 1 and self.config.round_index:
             entries[1] = ops.round_index(entries[1])
         cache.write_entries(step, entries)
-        q, *index_q = ops.linears(qr, queries)
+        q, *index_q = ops.beside(qr, queries)
         selected = None
         if indexer and step.selecting:
             selected = indexer(*index_q, products[-1], step, cache.entries[1], turn)
-        out = self.attend(q, rows, cache.ring, turn, position, cache.entries, selected)
+        out = self.attend(q, rows, cache.ring, turn, position, back, cache.entries, selected)
         cache.write(step, rows)
         return out
 
@@ -249,9 +242,9 @@ class Attention:
             eps=config.rms_norm_eps,
         )
 
-    def attend(self, q, rows, ring, turn, position, entries=(), selected=None, causal=True):
-        """The products q [N, H * Dh] of the queries, and `ops.latents`' rows -> [N, D]."""
-        config, N = self.config, q.shape[0]
+    def attend(self, q, rows, ring, turn, position, back, entries=(), selected=None, causal=True):
+        """The products q [N, H * Dh] of the queries, and `ops.latents`' rows -> as a call."""
+        config = self.config
         o = ops.attention(
             q,
             rows,
@@ -266,8 +259,7 @@ class Attention:
             selected=selected,
             causal=causal,
         )
-        groups = o.reshape(N, config.o_groups, -1)
-        return ops.linear(ops.grouped_linear(groups, self.wo_a), self.wo_b)
+        return ops.linear(ops.grouped_linear(o, self.wo_a, config.o_groups), self.wo_b, back)
 
     def keys(self, x, turn) -> mx.array:
         """x [N, D] -> the rows [N, Dh] that are keys and values of all heads."""
@@ -318,7 +310,7 @@ class MoE:
         self.w1, self.w3, self.w2 = (weights[f"experts.{n}.weight"] for n in ("w1", "w3", "w2"))
         self.shared = [weights[f"shared_experts.{n}.weight"] for n in ("w1", "w3", "w2")]
 
-    def __call__(self, x, ids):  # x [N, D], ids [N]
+    def __call__(self, x, ids, back: ops.Back, pace=None):  # x [N, D], ids [N] -> as Attention
         config = self.config
         choice = ops.Choice(
             ops.linear(x, self.gate),
@@ -328,7 +320,7 @@ class MoE:
             chosen=None if self.tid2eid is None else self.tid2eid[ids],
         )
         matrices = (self.w1, self.w3, self.w2, config.swiglu_limit, self.shared)
-        return ops.routed(x, choice, *matrices)
+        return ops.routed(x, choice, *matrices, pace, back=back)
 
 
 def tensors(module) -> Iterator[Matrix]:

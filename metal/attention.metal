@@ -20,7 +20,7 @@
 // Grid (32 * simdgroups of HEADS heads, SPLITS, N).
 template <int DH, int R, int HEADS, typename T, typename I>
 METAL_FUNC void attention_part(
-    const device float* q,  // [N, H, DH]
+    const device float* q,  // [N, STRIDE], of which H * DH columns
     T turns,                // [N, R / 2] pairs: cosine, sine
     attention_rows from,
     I ids,                       // [TOPK] of the query
@@ -30,6 +30,7 @@ METAL_FUNC void attention_part(
     attention_keys list,
     float eps,
     int H,
+    int STRIDE,
     uint3 group,  // of FEW * HEADS heads, split, N: which
     uint sg,
     uint lane) {
@@ -47,8 +48,8 @@ METAL_FUNC void attention_part(
   attention_read<J>(list, from, ids, first, first, last, place, next, sg, lane);
 #pragma unroll
   for (int h = 0; h < HEADS; h++) {
-    int own = n * H + min(head + h, H - 1);
-    const device float4* row = (const device float4*)(q + own * DH);
+    int own = n * STRIDE + min(head + h, H - 1) * DH;
+    const device float4* row = (const device float4*)(q + own);
     float squares = 0;
     for (int j = 0; j < J; j++) {
       query[h][j] = row[32 * j + lane];

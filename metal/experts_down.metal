@@ -1,4 +1,5 @@
 #include "experts.h"
+#include "streams.h"
 
 // Experts, second launch: out[n] = sum_k w2[ids[n, k]] h[n, k], k upwards, and
 // last the shared expert's.
@@ -7,7 +8,8 @@
 // T channels of a row. A simdgroup has a place k and every SPLIT-th block of
 // 1024 columns, 32 a lane. Sums run over a lane's columns upwards, then over
 // lanes 16, 8, 4, 2 and 1 apart, then over blocks upwards: the order depends on
-// F and K alone. All float.
+// F and K alone. All float. experts_down_back writes out back into the streams
+// (streams.h).
 template <int F, int T, int SPLIT, typename W>
 METAL_FUNC void experts_down_place(
     W w,
@@ -37,16 +39,14 @@ template <
     typename W,
     typename S,
     typename I>
-METAL_FUNC void experts_down(
+METAL_FUNC void experts_down_sums(
     W w,                        // w2 [E, D, F]
     S shared,                   // the shared expert's w2 [D, F], or w
     const device float* h,      // [PLACES, F], of a row
     I ids,                      // [K]
-    device float* out,          // [D]
     threadgroup float4* stage,  // [simdgroups, 128]
     threadgroup float* sums,    // [PLACES, blocks, T]
     uint tile,
-    uint thread_index,
     uint simdgroup,
     uint lane) {
   constexpr int BLOCKS = blocks(F);
@@ -62,8 +62,17 @@ METAL_FUNC void experts_down(
     experts_down_place<F, T, SPLIT>(
         shared, h, stage, to, tile * T, block, lane);
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint t = thread_index; t < T; t += 32 * PLACES * SPLIT) {
+}
+
+// Adds the places' sums of each channel, behind a barrier.
+template <int F, int PLACES, int T, typename O>
+METAL_FUNC void experts_down_totals(
+    const threadgroup float* sums,
+    O out,  // [T]
+    uint thread_index,
+    uint threads) {
+  constexpr int BLOCKS = blocks(F);
+  for (uint t = thread_index; t < T; t += threads) {
     float total = 0;
     for (int k = 0; k < PLACES; k++) {
       float sum = sums[k * BLOCKS * T + t];
@@ -72,6 +81,80 @@ METAL_FUNC void experts_down(
       }
       total = k ? total + sum : sum;
     }
-    out[tile * T + t] = total;
+    out[t] = total;
   }
+}
+
+template <
+    int D,
+    int F,
+    int K,
+    int PLACES,
+    int SPLIT,
+    int T,
+    typename W,
+    typename S,
+    typename I>
+METAL_FUNC void experts_down(
+    W w,
+    S shared,
+    const device float* h,
+    I ids,
+    device float* out,  // [D]
+    threadgroup float4* stage,
+    threadgroup float* sums,
+    uint tile,
+    uint simdgroup,
+    uint lane) {
+  experts_down_sums<D, F, K, PLACES, SPLIT, T>(
+      w, shared, h, ids, stage, sums, tile, simdgroup, lane);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  experts_down_totals<F, PLACES, T>(
+      sums, out + tile * T, 32 * simdgroup + lane, 32 * PLACES * SPLIT);
+}
+
+template <
+    int D,
+    int F,
+    int K,
+    int PLACES,
+    int SPLIT,
+    int T,
+    int HC,
+    int C,
+    typename W,
+    typename S,
+    typename I,
+    typename P,
+    typename Q,
+    typename N>
+METAL_FUNC void experts_down_back(
+    W w,
+    S shared,
+    const device float* h,
+    I ids,
+    const device float* x,  // [HC, D], of a row
+    P post,                 // [HC]
+    Q comb,                 // [HC, HC]
+    const device N* fn,     // [M, HC * D]
+    device float* streams,  // [HC, D]
+    device float* part,     // [ceil(D / C), M + 1]
+    threadgroup float4* stage,
+    threadgroup float* sums,
+    uint tile,
+    uint simdgroup,
+    uint lane) {
+  stream_tile<HC, C, T, 1, PLACES * SPLIT, N> ahead;
+  experts_down_sums<D, F, K, PLACES, SPLIT, T>(
+      w, shared, h, ids, stage, sums, tile, simdgroup, lane);
+  begin_streams(ahead, x, post, comb, fn, 1, D, tile * T, simdgroup, lane);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  // Its sums done, a threadgroup has that memory free.
+  threadgroup float* y = (threadgroup float*)stage;  // [T]
+  threadgroup float* chunk = y + T;                  // [HC, T]
+  experts_down_totals<F, PLACES, T>(
+      sums, y, 32 * simdgroup + lane, 32 * PLACES * SPLIT);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  finish_streams(
+      ahead, y, chunk, streams, part, 1, D, tile * T, simdgroup, lane);
 }

@@ -1,37 +1,25 @@
-// Hyper-connections between two sublayers: the streams x receive the output y
-// of the one before, and their mixture is what the next one reads,
-//   x[k] = post[k] * y + sum_j comb[j, k] * x[j]      (WRITTEN, as hc_expand),
+// Hyper-connections before a sublayer: the mixture of the streams x, and what
+// the sublayer reads of them,
 //   m = (fn x) / sqrt(mean(x^2) + norm_eps) * scale + base over all K = HC * D,
 //   pre = sigmoid + hc_eps, post = 2 sigmoid, comb = Sinkhorn of a softmax,
 //   y = norm * z / sqrt(mean(z^2) + norm_eps), z = sum_j pre[j] * x[j].
 //
-// Two launches, all float. In the first a threadgroup owns a chunk of 256
-// channels for all tokens: a thread writes its channel, then a simdgroup reads
-// its rows of fn once and multiplies them with each token. In the second two
-// threadgroups own a token, one for y and one for post and comb. Sums run over
-// a lane's channels, then the simdgroup (sums.h), then simdgroups or chunks;
-// over j upwards.
+// Two launches, all float. The first is left out where what wrote x has given
+// part of the mixture (streams.h); in it a threadgroup owns a chunk of 256
+// channels for all tokens, and a simdgroup reads its rows of fn once and
+// multiplies them with each token. In the second two threadgroups own a token,
+// one for y and one for post and comb. Sums run over a lane's channels, then
+// the simdgroup (sums.h), then simdgroups or parts; over j upwards.
 #include "sums.h"
 
 constant constexpr uint CHUNK = 256;
 
 // Grid (256, ceil(K / CHUNK)).
-template <
-    bool WRITTEN,
-    int HC,
-    int ROWS,
-    typename T,
-    typename P,
-    typename C>
+template <int HC, int ROWS, typename T>
 METAL_FUNC void hc_mix_part(
-    const device float* from,  // [N, HC, D], N of ROWS - 1 or ROWS
-    const device float* y,     // [N, D]; if not WRITTEN anything
-    P post,                    // [N, HC]
-    C comb,                    // [N, HC, HC]
-    const device T* fn,        // [M, K]
-    device float* x,           // [N, HC, D]
-    device float* part,        // [N, CHUNKS, M + 1], the last: sum of x^2
-    threadgroup float* chunk,  // [ROWS, CHUNK]
+    const device float* x,  // [N, HC, D], N of ROWS - 1 or ROWS
+    const device T* fn,     // [M, K]
+    device float* part,     // [N, CHUNKS, M + 1], the last: sum of x^2
     uint N,
     uint D,
     uint2 group,  // which chunk of how many
@@ -43,55 +31,27 @@ METAL_FUNC void hc_mix_part(
   constexpr uint VALUES = EACH * ROWS;
   constexpr uint WIDTH = VALUES > 16 ? 32 : VALUES > 8 ? 16 : 8;
   uint K = HC * D;
-  uint start = group.x * CHUNK;
-  // The rows of fn are under way while the channels are made.
-  float weight[EACH][SIMDGROUPS];
-#pragma unroll
-  for (uint e = 0; e < EACH; e++) {
-#pragma unroll
-    for (uint i = 0; i < SIMDGROUPS; i++) {
-      uint k = start + 32 * i + lane;
-      uint m = min(sg + SIMDGROUPS * e, M - 1);
-      weight[e][i] = k < K ? float(fn[m * K + k]) : 0;
-    }
-  }
-  uint own = start + 32 * sg + lane;
-  uint k = min(own, K - 1) / D;
-  uint d = min(own, K - 1) % D;
-#pragma unroll
-  for (uint row = 0; row < ROWS; row++) {
-    uint n = min(row, N - 1);
-    float channel = 0;
-    if (WRITTEN) {
-#pragma unroll
-      for (uint j = 0; j < HC; j++) {
-        channel += comb[(n * HC + j) * HC + k] * from[n * K + j * D + d];
-      }
-      channel += post[n * HC + k] * y[n * D + d];
-    } else {
-      channel = from[n * K + k * D + d];
-    }
-    chunk[row * CHUNK + 32 * sg + lane] = own < K ? channel : 0;
-    if (own < K && row < N) {
-      x[n * K + own] = channel;
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-
   float sums[WIDTH] = {};
   float squares = 0;
 #pragma unroll
   for (uint i = 0; i < SIMDGROUPS; i++) {
+    uint k = group.x * CHUNK + 32 * i + lane;
+    float weight[EACH];
+#pragma unroll
+    for (uint e = 0; e < EACH; e++) {
+      uint m = min(sg + SIMDGROUPS * e, M - 1);
+      weight[e] = k < K ? float(fn[m * K + k]) : 0;
+    }
 #pragma unroll
     for (uint n = 0; n < ROWS; n++) {
-      float channel = chunk[n * CHUNK + 32 * i + lane];
+      float channel = k < K ? x[min(n, N - 1) * K + k] : 0;
 #pragma unroll
       for (uint e = 0; e < EACH; e++) {
-        sums[n * EACH + e] += weight[e][i] * channel;
+        sums[n * EACH + e] = fma(weight[e], channel, sums[n * EACH + e]);
       }
     }
-    float channel = chunk[min(sg, ROWS - 1u) * CHUNK + 32 * i + lane];
-    squares += channel * channel;
+    float channel = k < K ? x[min(sg, N - 1) * K + k] : 0;
+    squares = fma(channel, channel, squares);
   }
   squares = simd_sum(squares);
   float sum = lane_sums<WIDTH>(sums, lane);
@@ -131,7 +91,7 @@ METAL_FUNC float hc_mix_sinkhorn(float a, float hc_eps) {
 }
 
 // Grid (32 * SIMDGROUPS, N, 2). Lane m of a simdgroup adds every SIMDGROUPS-th
-// chunk of value m; HC is 2 or 4 and lanes past the values repeat others'. For
+// part of value m; HC is 2 or 4 and lanes past the values repeat others'. For
 // y a thread owns AHEAD channels, 32 * SIMDGROUPS apart.
 template <
     int HC,
@@ -142,8 +102,8 @@ template <
     typename B,
     typename W>
 METAL_FUNC void hc_mix_finish(
-    const device float* x,  // [N, HC, D]
-    const device float* part,
+    const device float* x,       // [N, HC, D]
+    const device float* part,    // [N, PARTS, M + 1]
     S scale,                     // [3]
     B base,                      // [M]
     W norm,                      // [D]
@@ -155,7 +115,7 @@ METAL_FUNC void hc_mix_finish(
     float hc_eps,
     float norm_eps,
     uint D,
-    uint CHUNKS,
+    uint PARTS,
     uint n,
     bool for_y,
     uint sg,
@@ -174,9 +134,20 @@ METAL_FUNC void hc_mix_finish(
   }
   uint value = min(lane, M);
   float sum = 0;
-#pragma unroll 4
-  for (uint c = sg; c < CHUNKS; c += SIMDGROUPS) {
-    sum += part[(n * CHUNKS + c) * (M + 1) + value];
+  // Loads of a batch are under way together; past the end they add nothing.
+  constexpr uint BATCH = 16;
+#pragma unroll 1
+  for (uint p = sg; p < PARTS; p += BATCH * SIMDGROUPS) {
+    float added[BATCH];
+#pragma unroll
+    for (uint i = 0; i < BATCH; i++) {
+      uint at = min(p + SIMDGROUPS * i, PARTS - 1);
+      added[i] = part[(n * PARTS + at) * (M + 1) + value];
+    }
+#pragma unroll
+    for (uint i = 0; i < BATCH; i++) {
+      sum += p + SIMDGROUPS * i < PARTS ? added[i] : 0;
+    }
   }
   sums[32 * sg + lane] = sum;
   threadgroup_barrier(mem_flags::mem_threadgroup);

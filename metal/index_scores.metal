@@ -60,9 +60,9 @@ template <
     typename W,
     typename L>
 METAL_FUNC void index_scores(
-    const device vec<float, C>* q,     // [N, HI, 32], DI = 32 C
+    const device vec<float, C>* q,     // [HI, 32] of a query, DI = 32 C
     T turn,                            // [N, R / 2] pairs: cosine, sine
-    W w,                               // [N, HI]
+    W w,                               // [HI] of a query
     const device vec<float, C>* keys,  // [CAPACITY, 32]
     L ready,                           // [N]
     device float* scores,              // [N, CAPACITY]
@@ -89,12 +89,11 @@ METAL_FUNC void index_scores(
   uint stop = min(start + steps * ENTRIES, limit);
 
   vec<float, C> query[2 * HEADS];
-  index_scores_queries<HI, C, ROUNDED>(
-      q + n * HI * 32, turn + n * R, query, R, sg, lane);
+  index_scores_queries<HI, C, ROUNDED>(q, turn + n * R, query, R, sg, lane);
   // After a fold a lane has the product of one entry of two and one head.
   uint slot = lane % 16;
   uint own = sg * HEADS + lane % HEADS;
-  float weight = own < HI ? w[n * HI + min(own, uint(HI - 1))] : 0;
+  float weight = own < HI ? w[min(own, uint(HI - 1))] : 0;
 
   for (uint base = start; base < stop; base += ENTRIES) {
     threadgroup float* sums =

@@ -31,10 +31,11 @@ METAL_FUNC float latents_channel(latents_product from, uint d) {
 // the block itself from the products.
 struct latents_window {
   const device float* ring;  // [CAP, STRIDE], its columns from c on
-  const device float* c;     // [N, WIDTH]
-  const device float* s;     // [N, WIDTH], without ape
+  const device float* c;     // [N, P], of which WIDTH columns
+  const device float* s;     // the same, without ape
   int CAP;
   int STRIDE;
+  int P;
   int WIDTH;
   int RATIO;
   int position;  // of the block's first token
@@ -57,7 +58,7 @@ METAL_FUNC float2 latents_candidate(latents_pool<A> from, int t, uint d) {
   latents_window w = from.rows;
   bool kept = t < w.position;
   const device float* old = w.ring + ulong(t % w.CAP) * w.STRIDE + d;
-  uint at = kept ? 0 : (t - w.position) * w.WIDTH + d;
+  uint at = kept ? 0 : (t - w.position) * w.P + d;
   float ape = from.ape[t % w.RATIO * w.WIDTH + d];
   float c = *(kept ? old : w.c + at);
   float s = *(kept ? old + w.WIDTH : w.s + at);

@@ -8,9 +8,10 @@
 // once and multiplied with ROWS rows. All float, weights as dequantize.h makes
 // them, rounded once. Sums run over a lane's columns upwards, then over the
 // lanes of a set (sums.h), then over simdgroups upwards, whatever ROWS and TILE
-// are.
+// are. linear_back writes out back into the streams (streams.h).
 #include "dequantize.h"
 #include "rows.h"
+#include "streams.h"
 #include "sums.h"
 
 // How many simdgroups share a tile, as a power of 2: enough to fill a GPU, but
@@ -75,15 +76,16 @@ METAL_FUNC void linear_add(
   }
 }
 
-// K and G are constants, so that the rows of a tile are constant distances
-// apart. A lane reads SETS quads of columns at a time, or if that is 1 as many
-// as the type must. TILE is at most R.
+// The sums of each simdgroup; a barrier must follow. K and G are constants, so
+// that the rows of a tile are constant distances apart. A lane reads SETS quads
+// of columns at a time, or if that is 1 as many as the type must. TILE is at
+// most R.
 template <int ROWS, int TILE, int SETS, int K, int G, typename W>
-METAL_FUNC void linear(
+METAL_FUNC void linear_products(
     const device float* x,    // [N, G, K], N of ROWS - 1 or ROWS
     W w,                      // [G * R, K]
-    device float* out,        // [N, G * R]
     threadgroup float* part,  // [simdgroups, BATCHES, 32]
+    uint split,
     uint N,
     uint R,
     uint group,
@@ -102,7 +104,6 @@ METAL_FUNC void linear(
                                   : 2;
   // How many blocks are loaded before anything is multiplied.
   constexpr int U = QUADS > 2 ? 1 : 2;
-  uint split = linear_split(R * G, K);
   uint s = simdgroup & ((1 << split) - 1);
   uint tile = (threadgroup_index * 8 + simdgroup) >> split;
   uint m = (tile * SETS + lane % SETS) * TILE;
@@ -128,18 +129,117 @@ METAL_FUNC void linear(
   }
   int last = BATCHES - 1;
   part[32 * last + lane] = lane_sums<REST, SETS>(sums + LANES * last, lane);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// Adds those of the simdgroups of a tile; out[n * stride] is output `from`.
+template <int ROWS, int TILE, int SETS, typename O>
+METAL_FUNC void linear_totals(
+    const threadgroup float* part,
+    O out,
+    uint split,
+    uint N,
+    uint R,
+    uint stride,
+    uint from,
+    uint threadgroup_index,
+    uint simdgroup,
+    uint lane) {
+  constexpr int LANES = 32 / SETS;
+  constexpr int VALUES = ROWS * TILE;
+  constexpr int BATCHES = (VALUES + LANES - 1) / LANES;
+  uint tile = (threadgroup_index * 8 + simdgroup) >> split;
+  uint m = (tile * SETS + lane % SETS) * TILE;
+  uint first = min(m, R - TILE);
+  bool adds = (simdgroup & ((1 << split) - 1)) == 0;
+  part += 32 * BATCHES * simdgroup;
 #pragma unroll
   for (int b = 0; b < BATCHES; b++) {
     uint i = LANES * b + lane / SETS;
     uint n = i / TILE;
     uint o = first + i % TILE;
-    if (s == 0 && i < VALUES && n < N && o >= m) {
+    if (adds && i < VALUES && n < N && o >= m) {
       float total = part[32 * b + lane];
       for (uint p = 1; p < 1u << split; p++) {
         total += part[32 * (BATCHES * p + b) + lane];
       }
-      out[(n * G + group) * R + o] = total;
+      out[n * stride + o - from] = total;
     }
   }
+}
+
+template <int ROWS, int TILE, int SETS, int K, int G, int STRIDE, typename W>
+METAL_FUNC void linear(
+    const device float* x,    // [N, G, K], N of ROWS - 1 or ROWS
+    W w,                      // [G * R, K]
+    device float* out,        // [N, STRIDE], of which G * R columns
+    threadgroup float* part,  // [simdgroups, BATCHES, 32]
+    uint N,
+    uint R,
+    uint group,
+    uint threadgroup_index,
+    uint simdgroup,
+    uint lane) {
+  uint split = linear_split(R * G, K);
+  linear_products<ROWS, TILE, SETS, K, G>(
+      x, w, part, split, N, R, group, threadgroup_index, simdgroup, lane);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  linear_totals<ROWS, TILE, SETS>(
+      part,
+      out + group * R,
+      split,
+      N,
+      R,
+      STRIDE,
+      0,
+      threadgroup_index,
+      simdgroup,
+      lane);
+}
+
+// For G = 1 and where all simdgroups share a tile.
+template <
+    int ROWS,
+    int TILE,
+    int SETS,
+    int K,
+    int HC,
+    int C,
+    typename W,
+    typename P,
+    typename Q,
+    typename F>
+METAL_FUNC void linear_back(
+    const device float* x,     // [N, K], N of ROWS - 1 or ROWS
+    W w,                       // [D, K]
+    const device float* from,  // [N, HC, D]
+    P post,                    // [N, HC]
+    Q comb,                    // [N, HC, HC]
+    const device F* fn,        // [M, HC * D]
+    device float* streams,     // [N, HC, D]
+    device float* mixed,       // [N, ceil(D / C), M + 1]
+    threadgroup float* part,   // [simdgroups, BATCHES, 32]
+    threadgroup float* y,      // [ROWS, SETS * TILE]
+    threadgroup float* chunk,  // [ROWS, HC, SETS * TILE]
+    uint N,
+    uint D,
+    uint threadgroup_index,
+    uint simdgroup,
+    uint lane) {
+  constexpr int T = SETS * TILE;
+  uint first = threadgroup_index * T;
+  stream_tile<HC, C, T, ROWS, 8, F> tile;
+  // One row leaves registers for loads that are under way with the weights.
+  if (ROWS == 1) {
+    begin_streams(tile, from, post, comb, fn, N, D, first, simdgroup, lane);
+  }
+  linear_products<ROWS, TILE, SETS, K, 1>(
+      x, w, part, 3, N, D, 0, threadgroup_index, simdgroup, lane);
+  if (ROWS > 1) {
+    begin_streams(tile, from, post, comb, fn, N, D, first, simdgroup, lane);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  linear_totals<ROWS, TILE, SETS>(
+      part, y, 3, N, D, T, first, threadgroup_index, simdgroup, lane);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  finish_streams(tile, y, chunk, streams, mixed, N, D, first, simdgroup, lane);
 }

@@ -18,7 +18,9 @@ def test_every_kernel_and_primitive_of_a_graph_is_counted_and_no_view():
 
 def test_each_layer_of_flash_launches_its_kernels_once():
     counts = launches(FLASH, 1, 1000)
-    assert counts["hc_mix"] == 4 * 43 and counts["attention"] == 2 * 43
+    # The first mixture begins with a launch of its own, and the last output is written back so.
+    assert counts["hc_mix"] == 2 * 43 + 1 and counts["hc_expand"] == 1
+    assert counts["attention"] == 2 * 43
     assert counts["latents"] == counts["experts"] == counts["experts_down"] == 43
     assert not any(counts[n] for n in ("route", "index_scores", "round_index", "Scatter"))
 
@@ -42,5 +44,5 @@ def test_the_mean_weighs_tokens_that_close_windows():
 
 
 @pytest.mark.parametrize("position", [1024, 4096])
-def test_a_token_of_flash_costs_at_most_16_launches_a_layer(position):
-    assert mean_launches(FLASH, 1, position) / 43 <= 16
+def test_a_token_of_flash_costs_at_most_14_launches_a_layer(position):
+    assert mean_launches(FLASH, 1, position) / 43 <= 14

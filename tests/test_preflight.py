@@ -19,6 +19,7 @@ from ds4mlx.convert.gguf import Tensor, open_gguf
 from ds4mlx.convert.inventory import check_draft, check_target
 from ds4mlx.draft import DraftConfig
 from ds4mlx.errors import Ds4Error, UsageError
+from ds4mlx.ops.experts_grouped import held as held_by_experts
 from ds4mlx.packed import Packed
 from ds4mlx.preflight import GIB, Device, Need, require
 from tests.convert.files import BLOCKS, TARGET_METADATA, write_gguf
@@ -387,6 +388,12 @@ def test_q2_is_read_in_chunks_of_4096_on_a_128_gb_mac():
     needs = preflight.plan(flash_config(), FILES["ds4f-q2"][0])
     assert preflight.chunk(needs, 32768, metal(107.5)) == 4096
     assert needs(32768, 4096).workspace > 2 * needs(32768).workspace
+
+
+def test_on_cuda_two_pieces_of_the_experts_count(monkeypatch):
+    monkeypatch.setattr(preflight, "device", lambda: Device("cuda", "H", 140 * GIB, 139 * GIB))
+    need = preflight.plan(flash_config(), FILES["ds4f-q2"][0])(32768, 4096)
+    assert 2 * held_by_experts(256, 2048, 4096, 6 * 4096) < need.workspace < 12 * GIB
 
 
 def test_q2_with_its_draft_fits_a_128_gb_mac_and_not_a_96_gb_one():

@@ -16,7 +16,7 @@ from ds4mlx.graphs import Graphs
 from ds4mlx.ops import metal
 from ds4mlx.rows import FEW
 from ds4mlx.synthetic import flash
-from ds4mlx.target import Attention, Indexer, MoE, settled
+from ds4mlx.target import Attention, Indexer, MoE
 from tests.close import assert_close, assert_same
 from tests.golden_data import CASES, description, folder, op_vectors, target, vectors
 
@@ -100,7 +100,8 @@ class Recorder:
             self.spy(Attention, "__call__", "attn"),
             self.spy(MoE, "__call__", "ffn"),
             self.spy(sys.modules["ds4mlx.ops.hc_mix"], "coefficients", "hc"),
-            self.spy(ops, "route", "route"),
+            self.spy(sys.modules["ds4mlx.ops.hc_expand"], "hc_expand", "back"),
+            self.spy(sys.modules["ds4mlx.ops.experts"], "chosen_by", "route"),
             self.spy(sys.modules["ds4mlx.ops.attention"], "attend", "attention"),
         ):
             self.cache = Cache(model.config, len(ids))
@@ -128,9 +129,10 @@ def test_intermediate_tensors_match_the_reference(case):
     seen = record.seen
     for i in range(model.config.num_hidden_layers):
         for k, part in enumerate(("attn", "ffn")):
-            (inputs, outputs), mix = seen[part][i], seen["hc"][2 * i + k][1]
+            (inputs, _), mix = seen[part][i], seen["hc"][2 * i + k][1]
+            _, y, *_ = seen["back"][2 * i + k][0]
             at[f"int.{i}.{part}_in"] = inputs[0][probe]
-            at[f"int.{i}.{part}_out"] = outputs[0][probe]
+            at[f"int.{i}.{part}_out"] = y[probe]
             for name, value in zip(("pre", "post", "comb"), mix, strict=True):
                 at[f"int.{i}.{part}_{name}"] = value[probe]
         q, raw = seen["attention"][i][0][:2]
@@ -152,9 +154,9 @@ def test_streams_after_every_layer_match_the_reference(case):
     ids = v["ids"][0]
     step, cache = Step.of(model.config, 0, len(ids)), Cache(model.config, len(ids))
     layers = 0
-    for i, op, *streams in model.sublayers(ids, step, cache):
+    for i, op, x in model.sublayers(ids, step, cache):
         if op == "ffn":
-            assert_close(settled(*streams)[v["probe"]], v[f"hidden.{i}"][0], atol=ATOL)
+            assert_close(x[v["probe"]], v[f"hidden.{i}"][0], atol=ATOL)
             layers += 1
     assert layers == model.config.num_hidden_layers
 

@@ -7,14 +7,14 @@ from .embed import embed
 from .experts import SORTED, TILE, experts, routed
 from .grouped_linear import grouped_linear
 from .hc_collapse import hc_collapse
-from .hc_expand import hc_expand
+from .hc_expand import Back, Streams, hc_expand
 from .hc_head import hc_head
 from .hc_mix import hc_mix
 from .index_best import index_best
 from .index_scores import index_scores
 from .index_select import PRODUCTS, index_select
 from .latents import Pool, latents
-from .linear import WIDENED, linear, linears
+from .linear import WIDENED, beside, linear, linears
 from .markov import markov
 from .metal import compiles, placed
 from .mlp import mlp
@@ -31,11 +31,14 @@ __all__ = [
     "SORTED",
     "TILE",
     "WIDENED",
+    "Back",
     "Choice",
     "Pool",
+    "Streams",
     "argmax",
     "attends",
     "attention",
+    "beside",
     "compiles",
     "dequantize",
     "embed",

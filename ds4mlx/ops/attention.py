@@ -6,15 +6,19 @@ import mlx.core as mx
 
 from ..rows import FEW
 from . import metal
+from .attention_shares import attention_shares
+from .columns import Columns, source, whole
+from .gather_rows import gather_rows
 from .rms_norm import rms_norm
 from .rope import rope
 
 _FEW, _SPLITS, _HEADS = 4, 32, 4  # of attention.metal; heads that a simdgroup owns
 QUERIES = 128  # query rows that prefill handles at a time
+_WHOLE = 8  # keys of prefill are whole so many: a fifth of the speed is left by odd ones on CUDA
 
 
 def attention(
-    q: mx.array,
+    q: mx.array | Columns,
     rows: mx.array,
     ring,
     sink: mx.array,
@@ -60,7 +64,8 @@ def attention(
         )
     topk = 0 if selected is None else selected.shape[1]
     entries = rows if entries is None else entries
-    template = {"H": H, "DH": Dh, "R": R}
+    q, first, stride = source(q)
+    template = {"H": H, "DH": Dh, "R": R, "Q_AT": first, "Q_STRIDE": stride}
     template |= {"WINDOW": window, "RATIO": ratio, "TOPK": topk, "CAUSAL": causal}
     where, turns = metal.placed(position), turns.view(mx.float32)
     part, stat = _part(eps)(
@@ -112,7 +117,7 @@ def attention_reference(
     causal=True,
 ):
     N, H = q.shape[0], sink.shape[0]
-    q = q.reshape(N, H, -1)
+    q = whole(q).reshape(N, H, -1)
     Dh = q.shape[-1]
     q = rope(rms_norm(q, None, eps), turns)
     start = max(0, position - window + causal)
@@ -164,8 +169,8 @@ def _part(eps: float) -> metal.Kernel:
         call=f"""threadgroup float4 staged[2 * {_FEW} * DH / 4];
 attention_keys list = {_LIST}, q_shape[0]);
 attention_rows from = {{rows, entries, int(rows_shape[0]), int(rows_shape[1])}};
-attention_part<DH, R, {_HEADS}>(q, turns, from, ids + threadgroup_position_in_grid.z * TOPK, part,
-    stat, staged, list, {eps}f, H, {_PLACE});""",
+attention_part<DH, R, {_HEADS}>(q + Q_AT, turns, from, ids + threadgroup_position_in_grid.z * TOPK,
+    part, stat, staged, list, {eps}f, H, Q_STRIDE, {_PLACE});""",
     )
 
 
@@ -206,45 +211,30 @@ def _one(q: mx.array, keys: list[mx.array], sink: mx.array) -> mx.array:
 
 
 def _many(q, raw, sink, window, before, entries, ready, selected):
-    """Blocks of queries; what all of a block may read is not masked, a pass over its scores."""
-    q, sink = q * q.shape[-1] ** -0.5, sink[:, None]
-    outputs = []
+    """Blocks of queries over the keys that any of a block may see."""
+    scale, outputs = q.shape[-1] ** -0.5, []
     for i in range(0, q.shape[0], QUERIES):
         rows = q[i : i + QUERIES]
         n = rows.shape[0]
-        first, last = max(0, before + i + 1 - window), before + i + n
-        keys = raw[first:last]
-        own = mx.arange(before + i, last)[:, None]  # each query's own row
-        at = mx.arange(first, last)[None]
-        hidden = (at > own) | (at <= own - window)
-        scores = mx.where(hidden[:, None], -mx.inf, rows @ keys.T)
-        least, most = (ready[i], ready[i + n - 1]) if entries is not None else (0, 0)
+        last = before + i + n
+        first = max(0, before + i + 1 - window)
+        keys = raw[max(0, first - (first - last) % _WHOLE) : last]
+        scores = rows @ keys.T
+        own = len(keys) - n  # the place of the first query's own key
+        most = ready[i + n - 1] if entries is not None else 0
         if not most:
-            weights, total = _shares(sink, scores)
-            outputs.append(weights[0] @ keys / total)
+            weights, _, total = attention_shares(scores, sink, own, window, scale)
+            outputs.append(weights @ keys / total)
             continue
         if selected is None:
-            some, ids = entries[:most], mx.arange(most)[None]
+            some, ids = entries[: most + -most % _WHOLE], None
             others = rows @ some.T
         else:
             ids = selected[i : i + n]
-            least = 0 if least < ids.shape[1] else most
-            some = entries[mx.minimum(ids, most - 1)]  # [n, K, Dh]
+            some = gather_rows(entries, mx.minimum(ids, most - 1))  # [n, K, Dh]
             others = rows @ some.swapaxes(1, 2)
-        if least < most:
-            hidden = ids >= mx.array(ready[i : i + n])[:, None]
-            others = mx.where(hidden[:, None], -mx.inf, others)
-        (weights, more), total = _shares(sink, scores, others)
+        weights, more, total = attention_shares(
+            scores, sink, own, window, scale, others, ready[i : i + n], ids
+        )
         outputs.append((weights @ keys + more @ some) / total)
     return mx.concatenate(outputs)
-
-
-def _shares(sink: mx.array, *scores: mx.array) -> tuple[list[mx.array], mx.array]:
-    """exp of each [N, H, .] less the largest of all and of the sink [H, 1], and their sum."""
-    most = sink
-    for s in scores:
-        most = mx.maximum(most, s.max(axis=-1, keepdims=True))
-    shares, total = [mx.exp(s - most) for s in scores], mx.exp(sink - most)
-    for s in shares:
-        total = total + s.sum(axis=-1, keepdims=True)
-    return shares, total

@@ -9,6 +9,7 @@ import numpy as np
 from ..packed import Matrix, Packed
 from . import metal
 
+_STEPS = 8  # octets that a thread widens of a listed matrix
 NATIVE = ("Q8_0", "Q4_0", "Q4_K", "MXFP4")  # types that MLX's quantised matmuls can read
 
 
@@ -32,6 +33,27 @@ def dequantize(w: Matrix, dtype: mx.Dtype = mx.float32) -> mx.array:
     return out
 
 
+def dequantize_listed(w: Matrix, ids: mx.array, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """w [E, M, K], ids [B] uint32 -> `dequantize(w[ids])`, `dtype` [B, M, K].
+
+    Of an id of E or more nothing is read or written. The kernel takes every type, and M K of
+    2048 elements or more, E M K up to 2^32.
+    """
+    if not metal.enabled():
+        return dequantize_reference(w[ids]).astype(dtype)
+    E, M, K = w.shape
+    (out,) = _kernel_listed(kind(w))(
+        ids,
+        *arrays(w),
+        template={"E": E, "ELEMENTS": M * K},
+        grid=(metal.round_up(-(-M * K // 8 // _STEPS), 512), ids.shape[0], 1),
+        group=(512, 1, 1),
+        shapes=[(ids.shape[0], M, K)],
+        dtypes=[dtype],
+    )
+    return out
+
+
 def dequantize_reference(w: Matrix) -> mx.array:
     if isinstance(w, mx.array):
         return w.astype(mx.float32)
@@ -49,6 +71,25 @@ def _kernel(type: str) -> metal.Kernel:
         inputs=inputs,
         outputs=["out"],
         call=f"{readers_}dequantize<ELEMENTS>(w, out, thread_position_in_grid.x);",
+    )
+
+
+@cache
+def _kernel_listed(kind_: str | mx.Dtype) -> metal.Kernel:
+    inputs, readers_ = readers({"w": kind_})
+    # A matrix that is left out costs no table.
+    return metal.Kernel(
+        "dequantize",
+        inputs=["ids", *inputs],
+        outputs=["out"],
+        partial=True,
+        call=f"""uint listed = threadgroup_position_in_grid.y;
+uint matrix = ids[listed];
+if (matrix >= E) {{
+  return;
+}}
+{readers_}dequantize_listed<ELEMENTS>(w, matrix, out + listed * ELEMENTS,
+    thread_position_in_grid.x, threads_per_grid.x);""",
     )
 
 

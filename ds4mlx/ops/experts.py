@@ -1,5 +1,6 @@
 """The experts: each row meets its own k, weighed by the router, and perhaps one that all share."""
 
+from collections.abc import Callable
 from functools import cache
 
 import mlx.core as mx
@@ -9,6 +10,8 @@ from ..rows import FEW, each_row
 from . import metal
 from .dequantize import NATIVE, arrays, dequantize, kind, readers
 from .experts_down import blocks, experts_down, experts_down_reference, gather, takes, tiling
+from .experts_grouped import experts_grouped
+from .hc_expand import Back, Streams, written
 from .mlp import mlp, mlp_reference, swiglu
 from .route import Choice, chosen_by
 
@@ -17,17 +20,27 @@ TILE = 1 << 28  # elements of the experts' matrices that prefill widens at a tim
 
 
 def experts(
-    x, ids, weights, w1: Matrix, w3: Matrix, w2: Matrix, limit: float, shared=None
-) -> mx.array:
+    x,
+    ids,
+    weights,
+    w1: Matrix,
+    w3: Matrix,
+    w2: Matrix,
+    limit: float,
+    shared=None,
+    pace: Callable | None = None,
+    back: Back | None = None,
+) -> mx.array | Streams:
     """x [N, D], ids [N, K] uint32, weights [N, K]; w1, w3 [E, F, D], w2 [E, D, F] -> [N, D].
 
     The weight is applied before w2 (model 12). shared: w1, w3 [F, D] and w2 [D, F] of an expert
-    that every row meets with weight 1; its product is added last.
+    that every row meets with weight 1; its product is added last. back: the sum is written back.
 
     Two launches, `experts` (w1 and w3) and `experts_down` (w2), where their kernels take the
     shapes (`takes`), w1 is of w3's type, and the shared ones are so too; else the reference. More
-    rows than FEW go through them in blocks, and many through MLX's grouped product (`_sorted`);
-    the shared expert then through a product of all.
+    rows than FEW go through them in blocks. Many go through MLX's grouped product (`_sorted`), on
+    CUDA, where that one uses no tensor cores, through batched ones (`experts_grouped`, which
+    takes `pace`); the shared expert then through a product of all.
     """
     N, K = ids.shape
     if N > FEW and takes((FEW, K), w1, w3, w2):
@@ -36,27 +49,30 @@ def experts(
             parts = [experts(x[b], ids[b], weights[b], w1, w3, w2, limit) for b in blocks_]
             routed = mx.concatenate(parts)
         else:
-            routed = _sorted(x, ids, weights, w1, w3, w2, limit)
-        return routed + mlp_reference(x, *shared, limit) if shared else routed
+            routed = _many(x, ids, weights, w1, w3, w2, limit, pace)
+        y = routed + mlp_reference(x, *shared, limit) if shared else routed
+        return written(y, back)
     both = [(w1, w3), *([shared[:2]] if shared else [])]
     if not _taken((N, K), both):
-        return experts_reference(x, ids, weights, w1, w3, w2, limit, shared)
+        return written(experts_reference(x, ids, weights, w1, w3, w2, limit, shared), back)
     (h,) = _launch(x, K, {"ids": ids, "weights": weights}, both, limit)
-    return experts_down(h, ids, w2, shared[2] if shared else None)
+    return experts_down(h, ids, w2, shared[2] if shared else None, back)
 
 
-def routed(x, choice: Choice, w1: Matrix, w3: Matrix, w2: Matrix, limit: float, shared=None):
+def routed(
+    x, choice: Choice, w1: Matrix, w3: Matrix, w2: Matrix, limit, shared=None, pace=None, back=None
+):
     """`experts` of what `route` chooses; few rows choose within the launch, one is spared."""
     N, E, K = *choice.logits.shape, choice.k
     both = [(w1, w3), *([shared[:2]] if shared else [])]
     if N > FEW or not _taken((N, K), both) or E > 1024 or K > 32:
-        return experts(x, *chosen_by(choice), w1, w3, w2, limit, shared)
+        return experts(x, *chosen_by(choice), w1, w3, w2, limit, shared, pace, back)
     inputs, ids = {"logits": choice.logits}, choice.chosen
     if ids is None:
         h, ids = _launch(x, K, inputs | {"bias": choice.bias}, both, limit, choice.scale)
     else:
         (h,) = _launch(x, K, inputs | {"ids": ids}, both, limit, choice.scale)
-    return experts_down(h, ids, w2, shared[2] if shared else None)
+    return experts_down(h, ids, w2, shared[2] if shared else None, back)
 
 
 def _taken(places: tuple[int, int], both) -> bool:
@@ -107,6 +123,12 @@ def experts_reference(x, ids, weights, w1, w3, w2, limit, shared=None):
         share = mx.where(ids == e, weights, 0.0).sum(axis=1, keepdims=True)
         total = total + share * mlp(x, w1[e], w3[e], w2[e], limit)
     return total
+
+
+def _many(x, ids, weights, w1, w3, w2, limit, pace) -> mx.array:
+    if metal.backend() == "cuda":
+        return experts_grouped(x, ids, weights, w1, w3, w2, limit, pace)
+    return _sorted(x, ids, weights, w1, w3, w2, limit)
 
 
 def _sorted(x, ids, weights, w1, w3, w2, limit) -> mx.array:

@@ -9,38 +9,48 @@ from ..packed import Matrix, Packed
 from ..rows import FEW, each_row
 from . import metal
 from .dequantize import NATIVE, STRUCTS, arrays, dequantize, kind, native, readers
+from .hc_expand import Back, Streams, written
 from .linear import linear_reference
 
 _SIMDGROUPS = 14  # of a threadgroup, at most: each has 2 KB of its memory, which is 32 KB
 PLANES = tuple(type for type in STRUCTS if isinstance(type, str))  # packed, and in a kernel
 
 
-def experts_down(h: mx.array, ids: mx.array, w2: Matrix, shared: Matrix | None = None):
+def experts_down(
+    h: mx.array, ids: mx.array, w2: Matrix, shared: Matrix | None = None, back: Back | None = None
+) -> mx.array | Streams:
     """h [N, K, F] float32, ids [N, K], w2 [E, D, F] -> sum_k w2[ids[n, k]] h[n, k], [N, D].
 
-    shared: a matrix [D, F] for one further place of h, which is added last. The kernel takes what
-    `takes` says.
+    shared: a matrix [D, F] for one further place of h, which is added last. back: the sum is
+    written back. The kernel takes what `takes` says, and then all is one launch.
     """
     N, places, F = h.shape
     D, K = w2.shape[1], ids.shape[1]
     both = [w2] if shared is None else [w2, shared]
     if not takes(ids.shape, *both):
-        return experts_down_reference(h, ids, w2, shared)
+        return written(experts_down_reference(h, ids, w2, shared), back)
+    if back and not back.mixes:
+        return written(experts_down(h, ids, w2, shared), back)
     tile = tiling(D, N)
     # The blocks of a row in simdgroups of their own, or one after the other.
     split = blocks(F) if places * blocks(F) <= _SIMDGROUPS else 1
     threads = 32 * places * split
-    (out,) = _kernel(*map(kind, both))(
+    template = {"D": D, "F": F, "K": K, "PLACES": places, "SPLIT": split, "T": tile}
+    if back:
+        channels = 4 if D % 16 else 16  # of a part: of the least tile
+        template |= {"HC": back.x.shape[1], "C": channels}
+    results = _kernel(back is not None, *map(kind, both))(
         h,
         ids,
         *arrays(*both),
-        template={"D": D, "F": F, "K": K, "PLACES": places, "SPLIT": split, "T": tile},
+        *(back.arrays if back else []),
+        template=template,
         grid=(D // tile * threads, N, 1),
         group=(threads, 1, 1),
-        shapes=[(N, D)],
-        dtypes=[mx.float32],
+        shapes=back.shapes(channels) if back else [(N, D)],
+        dtypes=[mx.float32] * (2 if back else 1),
     )
-    return out
+    return tuple(results) if back else results[0]
 
 
 def experts_down_reference(h, ids, w2, shared=None):
@@ -88,18 +98,25 @@ def tiling(rows: int, N: int = 1) -> int:
 
 
 @cache
-def _kernel(routed, shared=None) -> metal.Kernel:
+def _kernel(back: bool, routed, shared=None) -> metal.Kernel:
     kinds = {"w2": routed, **({"shared": shared} if shared else {})}
     inputs, readers_ = readers(kinds)
+    outputs = ["out"]
+    name, to = "experts_down<D, F, K, PLACES, SPLIT, T>", "out + row * D, stage, sums"
+    if back:
+        inputs += ["x", "post", "comb", "fn"]
+        outputs = ["streams", "part"]
+        name = "experts_down_back<D, F, K, PLACES, SPLIT, T, HC, C>"
+        to = """x + row * HC * D, post + row * HC, comb + row * HC * HC, fn,
+    streams + row * HC * D, part + row * ((D + C - 1) / C) * ((2 + HC) * HC + 1), stage, sums"""
     return metal.Kernel(
         "experts_down",
         inputs=["h", "ids", *inputs],
-        outputs=["out"],
+        outputs=outputs,
         call=f"""threadgroup float4 stage[PLACES * SPLIT * 128];
 threadgroup float sums[PLACES * ((F + 1023) / 1024) * T];
 {readers_}uint row = threadgroup_position_in_grid.y;
-experts_down<D, F, K, PLACES, SPLIT, T>(w2, {"shared" if shared else "w2"},
-    h + row * PLACES * F, ids + row * K, out + row * D, stage, sums,
-    threadgroup_position_in_grid.x, thread_index_in_threadgroup,
-    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
+{name}(w2, {"shared" if shared else "w2"}, h + row * PLACES * F, ids + row * K,
+    {to}, threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup,
+    thread_index_in_simdgroup);""",
     )

@@ -6,20 +6,19 @@ from ..packed import Matrix
 from .linear import linear_reference, products, takes
 
 
-def grouped_linear(x: mx.array, w: Matrix) -> mx.array:
-    """x [N, G, K] float32, w [G * R, K] -> [N, G * R], block g of w times x[:, g] (model 10).
+def grouped_linear(x: mx.array, w: Matrix, G: int) -> mx.array:
+    """x [N, ...] float32 as [N, G, K], w [G * R, K] -> [N, G * R], block g of w times x[:, g].
 
-    The kernel, for the shapes that `linear` says, is that of `linear`: one launch.
+    Section 10 of the model. The kernel, for the shapes that `linear` says, is that of `linear`:
+    one launch.
     """
-    N, G, K = x.shape
     if not takes(x, w):
-        return grouped_linear_reference(x, w)
-    return products(x if G > 1 else x.reshape(N, K), [w], G)[0]
+        return grouped_linear_reference(x, w, G)
+    return products(x, [w], G)[0]
 
 
-def grouped_linear_reference(x: mx.array, w: Matrix) -> mx.array:
-    G = x.shape[1]
-    R = w.shape[0] // G
+def grouped_linear_reference(x: mx.array, w: Matrix, G: int) -> mx.array:
+    x, R = x.reshape(x.shape[0], G, -1), w.shape[0] // G
     return mx.concatenate(
         [linear_reference(x[:, g], w[g * R : (g + 1) * R]) for g in range(G)], axis=-1
     )

@@ -1,7 +1,10 @@
 """Write a sublayer's output back into the residual streams."""
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 
+from ..packed import Matrix
 from ..rows import each_row
 from . import metal
 
@@ -11,6 +14,43 @@ _kernel = metal.Kernel(
     outputs=["out"],
     call="hc_expand<HC>(x, y, post, comb, out, x_shape[2], thread_position_in_grid.xy);",
 )
+
+Streams = tuple[mx.array, mx.array | None]  # x [N, HC, D], and part: see Back
+
+
+@dataclass(frozen=True)
+class Back:
+    """How the output y [N, D] of a sublayer is written back: as `hc_expand`, float32.
+
+    fn [(2 + HC) * HC, HC * D]: the matrix of the mixture that follows, if one does. An op that
+    takes a Back gives the streams after the sublayer, and perhaps a part of that mixture, for
+    `hc_mix`: part [N, P, (2 + HC) * HC + 1] float32, in P shares the products of a row with fn
+    and its sum of squares. Else None.
+    """
+
+    x: mx.array  # [N, HC, D], before the sublayer
+    post: mx.array  # [N, HC]
+    comb: mx.array  # [N, HC, HC]
+    fn: Matrix | None = None
+
+    @property
+    def mixes(self) -> bool:
+        """Whether metal/streams.h is there for it: a dense fn, and HC of 2 or 4."""
+        return isinstance(self.fn, mx.array) and self.x.shape[1] in (2, 4)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.x, self.post, self.comb, self.fn]
+
+    def shapes(self, channels: int) -> list[tuple[int, ...]]:
+        """Of the streams and of their part, with a share for so many channels."""
+        N, _, D = self.x.shape
+        return [self.x.shape, (N, -(-D // channels), self.fn.shape[0] + 1)]
+
+
+def written(y: mx.array, back: Back | None) -> mx.array | Streams:
+    """y as it is if there is no `back`, else the streams after it."""
+    return y if back is None else (hc_expand(back.x, y, back.post, back.comb), None)
 
 
 def hc_expand(x: mx.array, y: mx.array, post: mx.array, comb: mx.array) -> mx.array:

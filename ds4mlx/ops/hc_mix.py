@@ -1,4 +1,4 @@
-"""Hyper-connections between two sublayers: write the streams back, mix them, read the next row."""
+"""Hyper-connections before a sublayer: mix the streams, and read its row of them."""
 
 from functools import cache
 
@@ -8,26 +8,23 @@ from ..packed import Packed
 from ..rows import FEW, each_row
 from . import metal
 from .hc_collapse import hc_collapse
-from .hc_expand import hc_expand
 from .linear import linear
 from .rms_norm import rms_norm
 
 _CHUNK, _SIMDGROUPS = 256, 16  # of hc_mix.metal; of its second launch
 _part = metal.Kernel(
     "hc_mix",
-    inputs=["from", "y", "post", "comb", "fn"],
-    outputs=["x", "part"],
-    call="""threadgroup float chunk[ROWS * CHUNK];
-hc_mix_part<WRITTEN, HC, ROWS>(from, y, post, comb, fn, x, part, chunk, from_shape[0],
-    from_shape[2], uint2(threadgroup_position_in_grid.x, threadgroups_per_grid.x),
+    inputs=["x", "fn"],
+    outputs=["part"],
+    call="""hc_mix_part<HC, ROWS>(x, fn, part, x_shape[0], x_shape[2],
+    uint2(threadgroup_position_in_grid.x, threadgroups_per_grid.x),
     simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
 )
-Written = tuple[mx.array, mx.array, mx.array]  # y [N, D], post [N, HC], comb [N, HC, HC]
 
 
 def hc_mix(
     x: mx.array,
-    written: Written | None,
+    part: mx.array | None,
     fn,
     scale: mx.array,
     base: mx.array,
@@ -36,34 +33,31 @@ def hc_mix(
     iterations: int,
     eps: float,
     norm_eps: float,
-) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """The streams and what the next sublayer reads of them (model 4.1 to 4.3), all float32.
+) -> tuple[mx.array, mx.array, mx.array]:
+    """What a sublayer reads of the streams (model 4.1 to 4.3), all float32.
 
-    x [N, HC, D] are the streams before the sublayer that gave `written` (None: there was none);
-    fn [(2 + HC) * HC, HC * D]; scale [3]; base [(2 + HC) * HC]; norm [D]
-    -> the streams after it [N, HC, D], the normed row y [N, D], and post [N, HC] and comb
-    [N, HC, HC] (first index: source stream) with which the sublayer is to be written back.
-    The kernel takes up to FEW rows, an fn that is not packed, and HC of 2 or 4.
+    x [N, HC, D]; fn [(2 + HC) * HC, HC * D]; scale [3]; base [(2 + HC) * HC]; norm [D]; part:
+    None, or what the op that wrote x back gave for this fn (see `Back`)
+    -> the normed row y [N, D], and post [N, HC] and comb [N, HC, HC] (first index: source
+    stream) with which the sublayer is to be written back.
+    The kernel, of one launch or without a part of two, takes up to FEW rows, an fn that is not
+    packed, and HC of 2 or 4.
     """
     N, HC, D = x.shape
     settings = dict(iterations=iterations, eps=eps, norm_eps=norm_eps)
     if not metal.enabled() or N > FEW or isinstance(fn, Packed) or HC not in (2, 4):
-        return hc_mix_reference(x, written, fn, scale, base, norm, **settings)
-    chunks = -(-HC * D // _CHUNK)
-    x, part = _part(
-        x,
-        *(written or (x, x, x)),
-        fn,
-        template={
-            "WRITTEN": written is not None,
-            "HC": HC,
-            "ROWS": N if N == 1 else metal.round_up(N, 2),
-        },
-        grid=(_CHUNK * chunks, 1, 1),
-        group=(_CHUNK, 1, 1),
-        shapes=[x.shape, (N, chunks, fn.shape[0] + 1)],
-        dtypes=[mx.float32] * 2,
-    )
+        return hc_mix_reference(x, fn, scale, base, norm, **settings)
+    if part is None:
+        chunks = -(-HC * D // _CHUNK)
+        (part,) = _part(
+            x,
+            fn,
+            template={"HC": HC, "ROWS": N if N == 1 else metal.round_up(N, 2)},
+            grid=(_CHUNK * chunks, 1, 1),
+            group=(_CHUNK, 1, 1),
+            shapes=[(N, chunks, fn.shape[0] + 1)],
+            dtypes=[mx.float32],
+        )
     y, post, comb = _finish(eps, norm_eps)(
         x,
         part,
@@ -81,7 +75,7 @@ def hc_mix(
         shapes=[(N, D), (N, HC), (N, HC, HC)],
         dtypes=[mx.float32] * 3,
     )
-    return x, y, post, comb
+    return y, post, comb
 
 
 @cache
@@ -99,13 +93,11 @@ hc_mix_finish<HC, ITERATIONS, SIMDGROUPS, AHEAD>(x, part, scale, base, norm, y, 
     )
 
 
-def hc_mix_reference(x, written, fn, scale, base, norm, *, iterations, eps, norm_eps):
-    if written:
-        x = hc_expand(x, *written)
+def hc_mix_reference(x, fn, scale, base, norm, *, iterations, eps, norm_eps):
     pre, post, comb = coefficients(
         x, fn, scale, base, iterations=iterations, eps=eps, norm_eps=norm_eps
     )
-    return x, rms_norm(hc_collapse(x, pre), norm, norm_eps), post, comb
+    return rms_norm(hc_collapse(x, pre), norm, norm_eps), post, comb
 
 
 def coefficients(x, fn, scale, base, *, iterations: int, eps: float, norm_eps: float):

@@ -4,6 +4,7 @@ import mlx.core as mx
 
 from ..rows import FEW, each_row
 from . import metal
+from .columns import source, whole
 from .rope import rope
 from .round_index import round_index
 
@@ -14,10 +15,11 @@ _kernel = metal.Kernel(
     inputs=["q", "turn", "w", "keys", "ready"],
     outputs=["scores"],
     call=f"""threadgroup float part[2 * SIMDGROUPS * {_ENTRIES}];
-index_scores<HI, C, SIMDGROUPS, ROUNDED>((const device vec<float, C>*)q, turn, w,
-    (const device vec<float, C>*)keys, ready, scores, part, R, keys_shape[0],
-    threadgroup_position_in_grid.yz, threadgroups_per_grid.y, simdgroup_index_in_threadgroup,
-    thread_index_in_simdgroup);""",
+uint n = threadgroup_position_in_grid.z;
+index_scores<HI, C, SIMDGROUPS, ROUNDED>((const device vec<float, C>*)(q + n * Q_STRIDE + Q_AT),
+    turn, w + n * W_STRIDE + W_AT, (const device vec<float, C>*)keys, ready, scores, part, R,
+    keys_shape[0], threadgroup_position_in_grid.yz, threadgroups_per_grid.y,
+    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
 )
 
 
@@ -34,6 +36,7 @@ def index_scores(q, rotation, w, keys, ready: mx.array, *, rounded: bool) -> mx.
         return index_scores_reference(q, rotation, w, keys, ready, rounded=rounded)
     capacity, R = keys.shape[0], 2 * rotation.shape[1]
     simdgroups = -(-Hi // _HEADS)
+    (q, q_at, q_stride), (w, w_at, w_stride) = source(q), source(w)
     (scores,) = _kernel(
         q,
         rotation.view(mx.float32),
@@ -46,6 +49,7 @@ def index_scores(q, rotation, w, keys, ready: mx.array, *, rounded: bool) -> mx.
             "R": R,
             "ROUNDED": rounded,
             "SIMDGROUPS": simdgroups,
+            **{"Q_AT": q_at, "Q_STRIDE": q_stride, "W_AT": w_at, "W_STRIDE": w_stride},
         },
         grid=(32 * simdgroups, min(-(-capacity // _ENTRIES), _SHARES // N), N),
         group=(32 * simdgroups, 1, 1),
@@ -56,6 +60,8 @@ def index_scores(q, rotation, w, keys, ready: mx.array, *, rounded: bool) -> mx.
 
 
 def index_scores_reference(q, rotation, w, keys, ready, *, rounded: bool):
+    q, w = whole(q), whole(w)
+
     def one(q, rotation, w, ready):
         q = rope(q.reshape(*w.shape, -1), rotation)
         scores = weigh(round_index(q) if rounded else q, w, keys)

@@ -10,6 +10,7 @@ import mlx.core as mx
 from ..packed import Matrix
 from ..rows import FEW
 from . import metal
+from .columns import Columns, joined, whole
 from .embed import embed
 from .pool import pool
 from .rms_norm import rms_norm
@@ -22,8 +23,8 @@ _COPIED = 2048  # of latents.metal
 class Pool(NamedTuple):
     """A compressor's share of a block of N tokens; ratio 4 pools overlapping windows (model 7)."""
 
-    c: mx.array  # [N, width] float32, width = d, or 2 d for ratio 4
-    s: mx.array  # [N, width], scores
+    c: mx.array | Columns  # [N, width] float32, width = d, or 2 d for ratio 4
+    s: mx.array | Columns  # [N, width], scores
     ape: Matrix  # [ratio, width], what a token's place in its window adds to them
     norm: mx.array  # [d]
     turns: mx.array | None  # complex64 [n, R / 2] of the n windows that close; None: none does
@@ -32,8 +33,8 @@ class Pool(NamedTuple):
 
 
 def latents(
-    q: mx.array,
-    kv: mx.array,
+    q: mx.array | Columns,
+    kv: mx.array | Columns,
     q_norm: mx.array,
     kv_norm: mx.array,
     turns: mx.array,
@@ -60,11 +61,15 @@ def latents(
     W = Dh + sum(2 * p.c.shape[1] for p in pools)
     closing = [p for p in pools if p.turns is not None]
     closed = closing[0].turns.shape[0] if closing else 0
-    inputs = [q, kv, q_norm, kv_norm, _pairs(turns), metal.placed(position)]
+    products, firsts = joined([q, kv, *(part for p in pools for part in (p.c, p.s))])
+    inputs = [products, q_norm, kv_norm, _pairs(turns), metal.placed(position)]
     template = {"Q": q.shape[1], "DH": Dh, "R": 2 * turns.shape[-1], "W": W, "CLOSED": closed}
+    names = ["Q", "KV", *(f"{name}{i}" for i in range(len(pools)) for name in "CS")]
+    template |= {f"{name}_AT": at for name, at in zip(names, firsts, strict=True)}
+    template["P"] = products.shape[1]
     for p in pools:
         ape = p.ape if isinstance(p.ape, mx.array) else embed(mx.arange(p.ratio), p.ape)
-        inputs += [p.c, p.s, ape, *([p.norm, _pairs(p.turns)] if p.turns is not None else [])]
+        inputs += [ape, *([p.norm, _pairs(p.turns)] if p.turns is not None else [])]
     shapes = [q.shape, ring.rows.shape, *((closed, p.norm.shape[0]) for p in closing)]
     copies = -(-ring.rows.size // _COPIED)
     kinds = tuple((p.ratio, p.norm.shape[0], p.rounded, p.turns is not None) for p in pools)
@@ -81,6 +86,8 @@ def latents(
 
 
 def latents_reference(q, kv, q_norm, kv_norm, turns, pools, ring, position, *, rounded, eps):
+    q, kv = whole(q), whole(kv)
+    pools = [p._replace(c=whole(p.c), s=whole(p.s)) for p in pools]
     kv = rope(rms_norm(kv, kv_norm, eps), turns)
     R = 2 * turns.shape[-1]
     rows = [round_kv(kv, R) if rounded else kv]
@@ -134,13 +141,14 @@ def _pairs(turns: mx.array) -> mx.array:
 @cache
 def _kernel(kinds: tuple[tuple[int, int, bool, bool], ...], rounded: bool, eps: float):
     """kinds: of each pool the ratio, d, whether it is rounded, and whether a window closes."""
-    inputs, outputs = ["q", "kv", "q_norm", "kv_norm", "turns", "position"], ["qr", "held"]
+    inputs, outputs = ["products", "q_norm", "kv_norm", "turns", "position"], ["qr", "held"]
     column, keeps, closes, windows = "DH", "", "", ""
     for i, (ratio, d, pool_rounded, closing) in enumerate(kinds):
-        inputs += [f"c{i}", f"s{i}", f"ape{i}", *([f"norm{i}", f"turns{i}"] if closing else [])]
+        inputs += [f"ape{i}", *([f"norm{i}", f"turns{i}"] if closing else [])]
         width = 2 * d if ratio == 4 else d
-        windows += f"""latents_window window{i} = {{ring + {column}, c{i}, s{i}, int(ring_shape[0]),
-    W, {width}, {ratio}, int(first), int(first) / {ratio} + int(at)}};
+        windows += f"""latents_window window{i} = {{ring + {column}, products + C{i}_AT,
+    products + S{i}_AT, int(ring_shape[0]), W, P, {width}, {ratio}, int(first),
+    int(first) / {ratio} + int(at)}};
 """
         made = f"latents_made(window{i}, ape{i})"
         keeps += f"""}} else if (y < {3 + i} * N) {{
@@ -160,15 +168,15 @@ def _kernel(kinds: tuple[tuple[int, int, bool, bool], ...], rounded: bool, eps: 
         inputs=[*inputs, "ring"],
         outputs=outputs,
         call=f"""threadgroup float sums[8];
-uint y = threadgroup_position_in_grid.y, N = kv_shape[0], n = y % N;
+uint y = threadgroup_position_in_grid.y, N = products_shape[0], n = y % N;
 uint first = position[0], CAP = ring_shape[0], place = (first + n) % CAP;
 uint at = y - {2 + len(kinds)} * N;
 uint sg = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
 {windows}if (y < N) {{
-  latents_product product = {{q + n * Q}};
+  latents_product product = {{products + n * P + Q_AT}};
   latents_row<Q, 0, false>(product, q_norm, turns, qr + n * Q, sums, {eps}f, sg, lane);
 }} else if (y < 2 * N) {{
-  latents_product product = {{kv + n * DH}};
+  latents_product product = {{products + n * P + KV_AT}};
   latents_row<DH, R, {str(rounded).lower()}>(product, kv_norm, turns + n * R, held + place * W,
       sums, {eps}f, sg, lane);
 {keeps}{closes}}} else {{

@@ -8,7 +8,9 @@ import mlx.core as mx
 from ..packed import Matrix, Packed
 from ..rows import FEW, each_row
 from . import metal
+from .columns import Columns, whole
 from .dequantize import NATIVE, STRUCTS, arrays, dequantize, kind, native, readers
+from .hc_expand import Back, Streams, written
 
 WIDENED = 1 << 26  # elements of a matrix that prefill widens at a time (256 MB of float32)
 _SIMDGROUPS = 8  # of a threadgroup of linear.metal
@@ -19,15 +21,16 @@ _BUFFERS = 31  # that a Metal kernel takes
 
 @cache
 def _kernel(kinds: tuple) -> metal.Kernel:
+    """All write columns of one product, from AT on."""
     names = [f"w{i}" for i in range(len(kinds))]
     inputs, readers_ = readers(dict(zip(names, kinds, strict=True)))
     branches = []
     for name, kind_ in zip(names, kinds, strict=True):
         shape = f"{name}_{STRUCTS[kind_][1][0]}_shape[0]"
         branches.append(f"""if (place < {name}_SIZE) {{
-  linear<ROWS, {name}WIDENED, {name}_SETS, K, G>(x, {name}, {name}_out, part, x_shape[0],
-      {shape} / G, threadgroup_position_in_grid.y, place, simdgroup_index_in_threadgroup,
-      thread_index_in_simdgroup);
+  linear<ROWS, {name}WIDENED, {name}_SETS, K, G, STRIDE>(x, {name}, out + {name}_AT, part,
+      x_shape[0], {shape} / G, threadgroup_position_in_grid.y, place,
+      simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
   return;
 }}
 place -= {name}_SIZE;
@@ -35,20 +38,39 @@ place -= {name}_SIZE;
     return metal.Kernel(
         "linear",
         inputs=["x", *inputs],
-        outputs=[f"{name}_out" for name in names],
+        outputs=["out"],
         call=f"""threadgroup float part[PART];
 {readers_}uint place = threadgroup_position_in_grid.x;
 {"".join(branches)}""",
     )
 
 
-def linear(x: mx.array, w: Matrix) -> mx.array:
-    """x [N, K] float32, w [M, K] -> x w^T, [N, M] float32.
+@cache
+def _kernel_back(kind_: str | mx.Dtype) -> metal.Kernel:
+    inputs, readers_ = readers({"w": kind_})
+    return metal.Kernel(
+        "linear",
+        inputs=["x", *inputs, "from", "post", "comb", "fn"],
+        outputs=["streams", "mixed"],
+        call=f"""threadgroup float part[PART];
+threadgroup float y[ROWS * SETS * TILE];
+threadgroup float chunk[ROWS * HC * SETS * TILE];
+{readers_}linear_back<ROWS, TILE, SETS, K, HC, C>(x, w, from, post, comb, fn, streams, mixed, part,
+    y, chunk, from_shape[0], from_shape[2], threadgroup_position_in_grid.x,
+    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
+    )
+
+
+def linear(x: mx.array, w: Matrix, back: Back | None = None) -> mx.array | Streams:
+    """x [N, K] float32, w [M, K] -> x w^T, [N, M] float32, or that written back.
 
     The kernel takes up to FEW rows, and every type; K is a multiple of 32, and w has 2048
-    elements or more.
+    elements or more. With `back` it is one launch too, where 8 simdgroups share an output
+    (`_split`); else the product and `hc_expand`.
     """
-    return linears(x, [w])[0]
+    if back and takes(x, w) and back.mixes and w.shape[0] >= 4 and _split(w) == _SIMDGROUPS:
+        return _launch_back(x, w, back)
+    return written(linears(x, [w])[0], back)
 
 
 def linears(x: mx.array, ws: Sequence[Matrix]) -> list[mx.array]:
@@ -56,6 +78,11 @@ def linears(x: mx.array, ws: Sequence[Matrix]) -> list[mx.array]:
 
     One launch for all that the kernel takes, but for what is beyond Metal's 31 buffers.
     """
+    return [whole(product) for product in beside(x, ws)]
+
+
+def beside(x: mx.array, ws: Sequence[Matrix]) -> list[mx.array | Columns]:
+    """The same; the kernel's products lie side by side."""
     taken = [w for w in ws if takes(x, w)]
     products_ = iter(products(x, taken))
     return [next(products_) if takes(x, w) else linear_reference(x, w) for w in ws]
@@ -68,10 +95,10 @@ def takes(x: mx.array, w: Matrix) -> bool:
     return metal.enabled() and x.shape[0] <= FEW and K % 32 == 0 and M * K >= 2048
 
 
-def products(x: mx.array, ws: Sequence[Matrix], G: int = 1) -> list[mx.array]:
+def products(x: mx.array, ws: Sequence[Matrix], G: int = 1) -> list[mx.array | Columns]:
     """The kernel: x [N, G, K], each w [G * R, K] -> [N, G * R], block g of w times x[:, g].
 
-    With G = 1 x is [N, K]: a view for each product is time that a step waits for the host.
+    x may have any axes after the first: a view is time that a step waits for the host.
     """
     first = 0
     out = []
@@ -85,33 +112,76 @@ def products(x: mx.array, ws: Sequence[Matrix], G: int = 1) -> list[mx.array]:
 
 
 def _buffers(ws: Sequence[Matrix]) -> int:
-    """Of a launch: x and its shape; of each matrix its planes, their shape and the product."""
-    return 2 + len(arrays(*ws)) + 2 * len(ws)
+    """Of a launch: x and its shape, and the product; of each matrix its planes and their shape."""
+    return 3 + len(arrays(*ws)) + len(ws)
 
 
-def _launch(x: mx.array, ws: Sequence[Matrix], G: int) -> list[mx.array]:
-    N, *groups, K = x.shape
-    assert groups == ([G] if G > 1 else []), (x.shape, G)
+def _launch(x: mx.array, ws: Sequence[Matrix], G: int) -> list[mx.array | Columns]:
+    N, K = x.shape[0], ws[0].shape[1]
     for w in ws:
-        assert w.shape[0] % G == 0 and w.shape[1] == K and x.dtype == mx.float32, (x, w.shape)
-    rows = N if N == 1 else metal.round_up(N, 2)
-    template = {"ROWS": rows, "K": K, "G": G, "PART": 0}
-    threadgroups = 0
+        assert w.shape[0] % G == 0 and w.shape[1] == K, (w.shape, G)
+        assert x.dtype == mx.float32 and x.size == N * G * K, (x.dtype, x.shape, w.shape)
+    rows, total = _rows(N), sum(w.shape[0] for w in ws)
+    template = {"ROWS": rows, "K": K, "G": G, "PART": 0, "STRIDE": total}
+    threadgroups, firsts = 0, []
     for i, w in enumerate(ws):
         sets, tile, size = _blocking(w, rows, G)
+        firsts.append(sum(w.shape[0] for w in ws[:i]))
         template |= {f"w{i}_SETS": sets, f"w{i}WIDENED": tile, f"w{i}_SIZE": size}
-        part = _SIMDGROUPS * metal.round_up(rows * tile * sets, 32)
-        template["PART"] = max(template["PART"], part)
+        template[f"w{i}_AT"] = firsts[-1]
+        template["PART"] = max(template["PART"], _part(rows, tile, sets))
         threadgroups += size
-    return _kernel(tuple(kind(w) for w in ws))(
+    (out,) = _kernel(tuple(kind(w) for w in ws))(
         x,
         *arrays(*ws),
         template=template,
         grid=(32 * _SIMDGROUPS * threadgroups, G, 1),
         group=(32 * _SIMDGROUPS, 1, 1),
-        shapes=[(N, w.shape[0]) for w in ws],
-        dtypes=[mx.float32] * len(ws),
+        shapes=[(N, total)],
+        dtypes=[mx.float32],
     )
+    if len(ws) == 1:
+        return [out]
+    return [Columns(out, first, w.shape[0]) for first, w in zip(firsts, ws, strict=True)]
+
+
+def _launch_back(x: mx.array, w: Matrix, back: Back) -> Streams:
+    N, K = x.shape
+    D, rows = w.shape[0], _rows(N)
+    assert w.shape[1] == K and x.dtype == mx.float32, (x.dtype, x.shape, w.shape)
+    assert back.x.shape[2] == D and back.fn.shape[1] == back.x[0].size, (D, back.fn.shape)
+    sets, tile, size = _blocking(w, rows, 1)
+    channels = sets * (4 if sets == 1 else 2)  # of a part: of the least tile
+    streams, part = _kernel_back(kind(w))(
+        x,
+        *arrays(w),
+        *back.arrays,
+        template={
+            **{"ROWS": rows, "TILE": tile, "SETS": sets, "K": K},
+            **{"HC": back.x.shape[1], "C": channels, "PART": _part(rows, tile, sets)},
+        },
+        grid=(32 * _SIMDGROUPS * size, 1, 1),
+        group=(32 * _SIMDGROUPS, 1, 1),
+        shapes=back.shapes(channels),
+        dtypes=[mx.float32] * 2,
+    )
+    return streams, part
+
+
+def _rows(N: int) -> int:
+    return N if N == 1 else metal.round_up(N, 2)
+
+
+def _part(rows: int, tile: int, sets: int) -> int:
+    """Floats of a threadgroup's `part` in linear.metal."""
+    return _SIMDGROUPS * metal.round_up(rows * tile * sets, 32)
+
+
+def _split(w: Matrix) -> int:
+    """How many simdgroups share an output: as linear_split of linear.metal."""
+    M, K = w.shape
+    columns = 2048 if M >= 16384 else 1024 if M >= 4096 else 1
+    return next(n for n in (1, 2, 4, 8) if n == 8 or 2 * n * columns > K)
 
 
 def _blocking(w: Matrix, rows: int, G: int) -> tuple[int, int, int]:
@@ -119,13 +189,11 @@ def _blocking(w: Matrix, rows: int, G: int) -> tuple[int, int, int]:
 
     TILE may depend on the rows; SETS and the split order sums, and may not.
     """
-    M, K = w.shape
+    M = w.shape[0]
     sets = _SETS.get(kind(w), 1) if M >= _ENOUGH else 1
     tile = 2 if sets == 8 or (sets > 1 and rows <= 2) else 4
     tile = tile if tile <= M // G else 1
-    columns = 2048 if M >= 16384 else 1024 if M >= 4096 else 1  # as linear_split of linear.metal
-    split = next(n for n in (1, 2, 4, 8) if n == 8 or 2 * n * columns > K)
-    return sets, tile, -(-(M // G) // (tile * sets * _SIMDGROUPS // split))
+    return sets, tile, -(-(M // G) // (tile * sets * _SIMDGROUPS // _split(w)))
 
 
 def linear_reference(x: mx.array, w: Matrix) -> mx.array:

@@ -174,12 +174,12 @@ INPUTS = {"Q8_0": round_q8_0, "Q2_K": round_q8_k, "IQ2_XXS": round_q8_k, "F16": 
 def test_products_read_their_inputs_rounded_as_the_type_of_the_weights_wants(type, rows):
     w = matrix(type, 64, 256)
     x = mx.random.normal((rows, 2, 256), key=mx.random.key(2))
-    plain = ops.linear(x[:, 0], w), ops.grouped_linear(x, w)
+    plain = ops.linear(x[:, 0], w), ops.grouped_linear(x, w, 2)
     with rounded():
-        got = ops.linear(x[:, 0], w), ops.grouped_linear(x, w)
+        got = ops.linear(x[:, 0], w), ops.grouped_linear(x, w, 2)
     x = INPUTS[type](x)
     assert_same(got[0], ops.linear(x[:, 0], w))
-    assert_same(got[1], ops.grouped_linear(x, w))
+    assert_same(got[1], ops.grouped_linear(x, w, 2))
     for mine, exact in zip(got, plain, strict=True):
         assert mx.array_equal(mine, exact).item() == (type == "F16")
 

@@ -2,9 +2,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from ds4mlx.ops.dequantize import NATIVE, dequantize, dequantize_reference, native
+from ds4mlx.ops.dequantize import (
+    NATIVE,
+    dequantize,
+    dequantize_listed,
+    dequantize_reference,
+    native,
+)
 from ds4mlx.weights import as_matrix
 from tests.close import assert_close, assert_same
+from tests.metal.bench import executed
 from tests.metal.cases import Case
 from tests.metal.lint import generated, lint
 from tests.ops.matrices import PACKED, TYPES, matrix, raw_bytes, values
@@ -47,6 +54,15 @@ CASES = {
     )
     for type in PACKED
     for shape in ((9, 256), (8, 512), *([(256, 4096)] if type in ("Q8_0", "IQ2_XXS") else []))
+} | {
+    f"{type}-listed": Case(
+        lambda type=type: (
+            lambda ids: dequantize_listed(matrix(type, 3, 40, 1024), ids, mx.float16),
+            [mx.array([2, 0, 2, 1, 0, 0, 1, 2], mx.uint32)],
+        ),
+        "guard",
+    )
+    for type in ("Q8_0", "IQ2_XXS", "Q2_K")
 }
 
 
@@ -57,9 +73,27 @@ def test_kernel_gives_exactly_the_values_of_the_reference(case):
 
 @pytest.mark.parametrize("type", PACKED)
 def test_the_address_spaces_of_every_type_hold(type):
-    w = matrix(type, 8, 256)
-    (source,) = generated(lambda: dequantize(w))
-    assert lint(source) == []
+    w, stack, ids = matrix(type, 8, 256), matrix(type, 3, 8, 256), mx.zeros(9, mx.uint32)
+    sources = generated(lambda: dequantize(w)) + generated(lambda: dequantize_listed(stack, ids))
+    assert len(sources) == 2 and [fault for s in sources for fault in lint(s)] == []
+
+
+@pytest.mark.parametrize("shape", [(4, 9, 256), (3, 40, 1024)])
+@pytest.mark.parametrize("type", TYPES)
+def test_listed_matrices_have_exactly_the_values_of_the_reference(type, shape):
+    w, ids = matrix(type, *shape), mx.array([2, 0, 2, 1, 0, 0, 1, 2], mx.uint32)
+    want = dequantize_reference(w[ids])
+    with executed("check"):
+        # + 0: a negative zero is a zero
+        assert_same(dequantize_listed(w, ids) + 0, want + 0)
+        assert_same(dequantize_listed(w, ids, mx.float16) + 0, want.astype(mx.float16) + 0)
+
+
+def test_of_an_id_beyond_the_matrices_nothing_is_written():
+    w, ids = matrix("IQ2_XXS", 3, 8, 256), mx.array([1, 3, 0, 3, 3, 3, 3, 3], mx.uint32)
+    with executed("check"):
+        out = np.array(dequantize_listed(w, ids))
+    assert np.isnan(out).all(axis=(1, 2)).tolist() == [False, True, False] + 5 * [True]
 
 
 @pytest.mark.parametrize("type", NATIVE)

@@ -266,3 +266,17 @@ def test_a_shared_expert_of_another_width_takes_the_reference():
     with executed("guard"):
         got = experts(x, ids, weights, *w, LIMIT, shared)
     assert_close(got, want, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("backend, name", [("cuda", "experts_grouped"), ("metal", "_sorted")])
+def test_the_backend_chooses_the_products_of_many_rows(backend, name, monkeypatch):
+    module = sys.modules["ds4mlx.ops.experts"]
+    w = [matrix("Q8_0", 4, 64, 64)] * 3
+    x, ids, weights = mx.zeros((9, 64)), mx.zeros((9, 2), mx.uint32), mx.zeros((9, 2))
+    monkeypatch.setattr(module, "SORTED", 9)
+    monkeypatch.setattr(metal, "backend", lambda: backend)
+    called = []
+    for other in ("experts_grouped", "_sorted"):
+        monkeypatch.setattr(module, other, lambda *_, other=other: called.append(other) or x)
+    experts(x, ids, weights, *w, LIMIT)
+    assert called == [name]

@@ -4,11 +4,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from ds4mlx.ops import metal
+from ds4mlx.ops import Back, hc_expand, metal
 from ds4mlx.ops.experts_down import experts_down, experts_down_reference
-from tests.close import assert_close, assert_rows_alone
+from tests.close import assert_close, assert_rows_alone, assert_same
 from tests.metal.bench import executed
 from tests.metal.cases import Case
+from tests.ops.backs import mixed, mixture, shares, streams
 from tests.ops.matrices import TYPES, exact, matrix
 
 
@@ -21,6 +22,13 @@ def block(type, E, D, F, K):
     return (lambda h, ids: experts_down(h, ids, w2)), [mx.random.normal((8, K, F)) / 8, ids]
 
 
+def back(type, E, D, F, K, HC, dtype, shared="Q8_0"):
+    w2, last = matrix(type, E, D, F), matrix(shared, D, F) if shared else None
+    _, (h, ids) = block("F32", E, D, F, K)
+    h = mx.concatenate([h, mx.random.normal((8, 1, F)) / 8], axis=1) if shared else h
+    return mixed(lambda h, ids, back: experts_down(h, ids, w2, last, back), [h, ids], HC, D, dtype)
+
+
 CASES = {  # atol: about 1e-5 of the greatest element
     "odd": Case(lambda: block("MXFP4", 5, 36, 96, 3), "check", atol=1e-4),
     "one expert": Case(lambda: block("Q2_K", 1, 8, 256, 1), "check", atol=1e-4),
@@ -29,6 +37,11 @@ CASES = {  # atol: about 1e-5 of the greatest element
     "flash": Case(lambda: block("MXFP4", 8, 128, 2048, 6), "guard", atol=1e-3),
     "flash q2": Case(lambda: block("Q2_K", 8, 64, 2048, 6), "guard", atol=1e-3),
     "a simdgroup for two blocks": Case(lambda: block("MXFP4", 8, 32, 2048, 8), "guard", atol=1e-3),
+    "back odd": Case(lambda: back("MXFP4", 5, 36, 96, 3, 4, mx.float32), "check", atol=1e-4),
+    "back two streams": Case(
+        lambda: back("MXFP4", 3, 80, 64, 2, 2, mx.float16, None), "check", atol=1e-4
+    ),
+    "back flash": Case(lambda: back("Q2_K", 7, 512, 2048, 6, 4, mx.float16), "guard", atol=1e-3),
 }
 
 
@@ -45,6 +58,37 @@ def test_kernel_reads_the_exact_value_of_every_weight(type):
     with executed():
         read = mx.concatenate([experts_down(h, ids, w2) for h in one_hot])
     assert np.array_equal(np.array(read).T, exact(w2)[1])
+
+
+@pytest.mark.parametrize("D, channels", [(36, 4), (64, 16)])
+def test_a_sum_written_back_is_the_sum_and_then_hc_expand(D, channels):
+    """Bit for bit, for each number of rows; and the next mixture's part of it, by hand."""
+    w2, rows, (fn, *_) = matrix("MXFP4", 4, D, 64), streams(4, D), mixture(4, D)
+    _, (h, ids) = block("F32", 4, D, 64, 3)
+    parts = []
+    for n in range(1, 9):
+        here = [a[:n] for a in rows]
+        with executed("check"):
+            got, part = experts_down(h[:n], ids[:n], w2, None, Back(*here, fn))
+            assert_same(got, hc_expand(here[0], experts_down(h[:n], ids[:n], w2), *here[1:]))
+        want = shares(got, fn, channels)
+        assert_close(part, want, atol=1e-6 * np.abs(want).max())
+        parts.append(part[:1])
+        assert_same(parts[n - 1], parts[0])
+
+
+@pytest.mark.parametrize(
+    "N, HC, names",
+    [(8, 4, ["experts_down"]), (9, 4, ["hc_expand"]), (1, 3, ["experts_down", "hc_expand"])],
+)
+def test_what_experts_down_back_does_not_take_is_written_back_in_a_launch_of_its_own(N, HC, names):
+    kernels, D = Counter(), 32
+    x = [mx.zeros((N, *shape)) for shape in ((HC, D), (HC,), (HC, HC))]
+    fn = mx.zeros(((2 + HC) * HC, HC * D))
+    with metal.traced(kernels):
+        h, ids = mx.zeros((N, 2, 64)), mx.zeros((N, 2), mx.uint32)
+        _, part = experts_down(h, ids, matrix("MXFP4", 2, D, 64), None, Back(*x, fn))
+    assert kernels == Counter(names) and (part is None) == ("hc_expand" in names)
 
 
 @pytest.mark.parametrize("columns, launches", [(8192, 1), (8224, 0)])

@@ -2,8 +2,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from ds4mlx.ops.hc_expand import hc_expand, hc_expand_reference
-from tests.close import assert_close, assert_rows_alone
+from ds4mlx.ops.hc_expand import Back, hc_expand, hc_expand_reference, written
+from tests.close import assert_close, assert_rows_alone, assert_same
 from tests.golden_data import op_vectors
 from tests.metal.cases import Case
 
@@ -43,3 +43,11 @@ def test_the_sum_runs_over_the_first_index_of_an_asymmetric_comb():
 def test_rows_of_a_block_equal_rows_alone():
     _, arrays = make(97)
     assert_rows_alone(hc_expand_reference, *arrays)
+
+
+def test_an_output_is_written_back_where_that_is_asked_for():
+    _, (x, y, post, comb) = make(97)
+    assert written(y, None) is y
+    streams, part = written(y, Back(x, post, comb, mx.zeros((24, 4 * 97))))
+    assert_same(streams, hc_expand_reference(x, y, post, comb))
+    assert part is None

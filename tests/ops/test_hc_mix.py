@@ -2,35 +2,26 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from ds4mlx.ops.hc_expand import hc_expand
 from ds4mlx.ops.hc_mix import coefficients, hc_mix
-from tests.close import assert_close, assert_rows_alone, assert_same
+from tests.close import assert_close, assert_rows_alone
 from tests.golden_data import op_vectors
+from tests.metal.bench import executed
 from tests.metal.cases import Case
+from tests.ops.backs import SETTINGS, mixture, shares, streams
 
-SETTINGS = dict(iterations=20, eps=1e-6, norm_eps=1e-6)
 
-
-def make(HC, D, dtype, written=True):
+def make(HC, D, dtype):
     mx.random.seed(9)
-    M, K = (2 + HC) * HC, HC * D
-    fn = (mx.random.normal((M, K)) * K**-0.5).astype(dtype)
-    scale, base, norm = mx.array([0.5, 2.0, 1.5]), mx.random.normal((M,)), mx.random.normal((D,))
-    x, y, post = (mx.random.normal((8, *shape)) for shape in ((HC, D), (D,), (HC,)))
-    comb = mx.random.uniform(shape=(8, HC, HC))
-
-    def op(x, *write):
-        return hc_mix(x, write or None, fn, scale, base, norm, **SETTINGS)
-
-    return op, [x, y, post, comb] if written else [x]
+    weights = mixture(HC, D, dtype)
+    return lambda x: hc_mix(x, None, *weights, **SETTINGS), streams(HC, D)[:1]
 
 
 CASES = {
     "two streams": Case(lambda: make(2, 9, mx.float32), "check", atol=2e-5),
     "odd": Case(lambda: make(4, 97, mx.float32), "check", atol=2e-5),
-    "odd first": Case(lambda: make(4, 65, mx.bfloat16, False), "check", atol=2e-5),
+    "odd half": Case(lambda: make(4, 65, mx.bfloat16), "check", atol=2e-5),
     "flash half": Case(lambda: make(4, 4096, mx.float16), "guard", atol=2e-5),
-    "flash": Case(lambda: make(4, 4096, mx.float32, False), "guard", atol=2e-5),
+    "flash": Case(lambda: make(4, 4096, mx.float32), "guard", atol=2e-5),
 }
 
 
@@ -71,10 +62,12 @@ def test_rows_of_a_block_equal_rows_alone():
     )
 
 
-def test_the_reference_writes_the_sublayer_back_before_it_mixes():
-    op, (x, *written) = make(4, 64, mx.float32)
-    after, y, post, comb = op(x, *written)
-    want = hc_expand(x, *written)
-    assert_same(after, want)
-    for got, alone in zip((y, post, comb), op(want)[1:], strict=True):
-        assert_same(got, alone)
+@pytest.mark.parametrize("channels", [4, 8, 100])
+def test_a_part_that_is_given_says_all_of_fn(channels):
+    mx.random.seed(3)
+    (x, *_), (fn, *rest) = streams(4, 36), mixture(4, 36)
+    part = mx.array(shares(x, fn, channels).astype(np.float32))
+    with executed("check"):
+        got = hc_mix(x, part, mx.zeros_like(fn), *rest, **SETTINGS)
+    for mine, want in zip(got, hc_mix(x, None, fn, *rest, **SETTINGS), strict=True):
+        assert_close(mine, want, atol=1e-5)

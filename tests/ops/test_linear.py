@@ -1,16 +1,18 @@
 import sys
+from collections import Counter
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from ds4mlx.ops import Back, hc_expand, linears, metal
 from ds4mlx.ops import linear as linear_op
-from ds4mlx.ops import linears, metal
 from ds4mlx.ops.linear import linear_reference
 from tests.close import assert_close, assert_rows_alone, assert_same
 from tests.metal.bench import executed
 from tests.metal.cases import Case
 from tests.metal.lint import generated, lint
+from tests.ops.backs import mixed, mixture, shares, streams
 from tests.ops.matrices import TYPES, exact, matrix
 
 # The module: the package's attribute of this name is the op.
@@ -33,10 +35,17 @@ def make(type, M, K):
 MIXED = [("Q8_0", 13), ("F16", 70), ("IQ2_XXS", 8), ("Q8_0", 4100)]
 
 
-def mixed():
+def several():
     ws = [stored(type, M, 256) for type, M in MIXED]
     mx.random.seed(4)
     return (lambda x: tuple(linears(x, ws))), [mx.random.normal((8, 256))], ws
+
+
+def back(type, D, K, HC, dtype):
+    w = stored(type, D, K)
+    mx.random.seed(3)
+    inputs = [mx.random.normal((8, K))]
+    return mixed(lambda x, back: linear_op(x, w, back), inputs, HC, D, dtype)
 
 
 CASES = {
@@ -46,8 +55,11 @@ CASES = {
     "q8_0-one": Case(lambda: make("Q8_0", 1, 2048), "check", atol=2e-4),
     "q8_0-shared": Case(lambda: make("Q8_0", 4099, 2080), "guard", atol=3e-3),
     "q4_k-shared": Case(lambda: make("Q4_K", 4099, 2304), "guard", atol=2e-2),
-    "mixed": Case(lambda: mixed()[:2], "guard", atol=2e-4),
+    "mixed": Case(lambda: several()[:2], "guard", atol=2e-4),
     "q4_k-flash": Case(lambda: make("Q4_K", 512, 4096), "guard", atol=2e-2),
+    "back-odd": Case(lambda: back("Q8_0", 36, 256, 4, mx.float32), "check", atol=1e-4),
+    "back-two streams": Case(lambda: back("F16", 14, 160, 2, mx.float16), "check", atol=1e-4),
+    "back-flash": Case(lambda: back("Q8_0", 4096, 8192, 4, mx.float16), "guard", atol=3e-3),
 }
 
 
@@ -74,7 +86,7 @@ def test_the_kernel_reads_the_exact_value_of_every_weight(type):
 
 @pytest.mark.parametrize("rows", [1, 6])
 def test_products_of_one_launch_equal_those_of_several(rows):
-    op, (x,), ws = mixed()
+    op, (x,), ws = several()
     names = []
     with executed(), pytest.MonkeyPatch.context() as patch:
         launch = metal.launch
@@ -83,6 +95,55 @@ def test_products_of_one_launch_equal_those_of_several(rows):
         assert names == ["linear"]
         for y, w in zip(together, ws, strict=True):
             assert_same(y, linear_op(x[:rows], w))
+
+
+@pytest.mark.parametrize(
+    "type, enough, channels", [("Q8_0", 99, 4), ("Q8_0", 9, 8), ("Q4_K", 9, 16)]
+)
+def test_a_product_written_back_is_the_product_and_then_hc_expand(
+    type, enough, channels, monkeypatch
+):
+    """Bit for bit, for each number of rows; and the next mixture's part of it, by hand."""
+    monkeypatch.setattr(MODULE, "_ENOUGH", enough)
+    D = 36  # a multiple of no group of channels but 4
+    w, x, rows, (fn, *_) = (
+        stored(type, D, 256),
+        mx.random.normal((8, 256)),
+        streams(4, D),
+        mixture(4, D),
+    )
+    parts = []
+    for n in range(1, 9):
+        here = [a[:n] for a in rows]
+        with executed("check"):
+            got, part = linear_op(x[:n], w, Back(*here, fn))
+            assert_same(got, hc_expand(here[0], linear_op(x[:n], w), *here[1:]))
+        want = shares(got, fn, channels)
+        assert_close(part, want, atol=1e-6 * np.abs(want).max())
+        parts.append(part[:1])
+        assert_same(parts[n - 1], parts[0])
+
+
+@pytest.mark.parametrize(
+    "rows, K, HC, dtype, names",
+    [
+        (8, 256, 4, mx.float16, ["linear"]),
+        (9, 256, 4, mx.float16, ["hc_expand"]),
+        (1, 260, 4, mx.float16, ["hc_expand"]),
+        (1, 256, 3, mx.float16, ["linear", "hc_expand"]),
+        (1, 256, 4, None, ["linear", "hc_expand"]),
+    ],
+)
+def test_what_linear_back_does_not_take_is_written_back_in_a_launch_of_its_own(
+    rows, K, HC, dtype, names
+):
+    kernels, D = Counter(), 32
+    M = (2 + HC) * HC
+    fn = matrix("Q8_0", M, HC * D) if dtype is None else mx.zeros((M, HC * D), dtype)
+    x = [mx.zeros((rows, *shape)) for shape in ((K,), (HC, D), (HC,), (HC, HC))]
+    with metal.traced(kernels):
+        _, part = linear_op(x[0], matrix("F32", D, K), Back(*x[1:], fn))
+    assert kernels == Counter(names) and (part is None) == ("hc_expand" in names)
 
 
 def test_matrices_past_the_buffers_of_metal_take_another_launch():
@@ -106,6 +167,14 @@ def test_the_address_spaces_of_every_type_hold(type):
     w = stored(type, 8, 256)
     (source,) = generated(lambda x: linear_op(x, w), mx.zeros((3, 256)))
     assert lint(source) == []
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_the_address_spaces_of_a_product_written_back_hold(rows):
+    op, arrays = back("Q8_0", 36, 256, 2, mx.float16)
+    sources = generated(op, *(a[:rows] for a in arrays))
+    assert len(sources) == 2
+    assert [fault for source in sources for fault in lint(source)] == []
 
 
 @pytest.mark.parametrize("rows, M, K", [(9, 16, 256), (1, 16, 132), (1, 7, 256)])
