@@ -16,6 +16,7 @@ from .ops.attention_shares import attention_shares
 from .ops.experts_down import PLANES, experts_down
 from .ops.experts_grouped import experts_grouped
 from .ops.gather_rows import gather_rows
+from .ops.index_weigh import index_weigh
 from .packed import Matrix, Packed
 from .rows import FEW
 from .weights import as_matrix
@@ -177,6 +178,8 @@ def _rounding(s: Shapes):
     yield Case("round_index", f"{s.Hi} x {s.Di}", partial(_round_index, s), 0.0)
     make = partial(_plain, lambda w, x: ops.round_kv(x, s.R), (s.Dh,))
     yield Case("round_kv", f"{s.Dh}", make, 0.0)
+    make = partial(_plain, lambda w, *a: index_weigh(*a), (s.Hi, s.entries), (s.Hi,))
+    yield Case("index_weigh", f"{s.Hi} heads, {s.entries} entries", make, 1e-5)
     for rounded in (True, False):
         shape = f"{s.Hi} x {s.Di}, {s.entries} entries{', rounded' if rounded else ''}"
         yield Case("index_scores", shape, partial(_index_scores, s, rounded), 2e-5)

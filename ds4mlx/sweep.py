@@ -165,6 +165,10 @@ class Sweep:
                 self.draft.extend(taps, context)
                 mx.eval(argmax(self.target.logits(x)), cache.arrays(), context.arrays())
                 restore()
+        for rows in range(1, FEW + 1):  # plain steps leave as many to catch up with
+            self.draft.extend(mx.repeat(taps[:1], rows, axis=0), context)
+            mx.eval(context.arrays())
+            restore()
 
     def _measure_draft(self, point: Point, text, cache: Cache, context, restore):
         target, draft = self.target, self.draft

@@ -40,14 +40,18 @@ def hc_mix(
     None, or what the op that wrote x back gave for this fn (see `Back`)
     -> the normed row y [N, D], and post [N, HC] and comb [N, HC, HC] (first index: source
     stream) with which the sublayer is to be written back.
-    The kernel, of one launch or without a part of two, takes up to FEW rows, an fn that is not
-    packed, and HC of 2 or 4.
+    The kernel, of one launch or without a part of two, takes an fn that is not packed, and HC of
+    2 or 4. The part of more rows than FEW is MLX's product.
     """
     N, HC, D = x.shape
     settings = dict(iterations=iterations, eps=eps, norm_eps=norm_eps)
-    if not metal.enabled() or N > FEW or isinstance(fn, Packed) or HC not in (2, 4):
+    if not metal.enabled() or isinstance(fn, Packed) or HC not in (2, 4):
         return hc_mix_reference(x, fn, scale, base, norm, **settings)
-    if part is None:
+    if part is None and N > FEW:
+        flat = x.flatten(1)
+        squares = mx.square(flat).sum(axis=1, keepdims=True)
+        part = mx.concatenate([linear(flat, fn), squares], axis=1).reshape(N, 1, -1)
+    elif part is None:
         chunks = -(-HC * D // _CHUNK)
         (part,) = _part(
             x,

@@ -5,6 +5,7 @@ import mlx.core as mx
 from ..rows import FEW, each_row
 from . import metal
 from .columns import source, whole
+from .index_weigh import index_weigh
 from .rope import rope
 from .round_index import round_index
 
@@ -72,5 +73,4 @@ def index_scores_reference(q, rotation, w, keys, ready, *, rounded: bool):
 
 def weigh(q: mx.array, w: mx.array, keys: mx.array) -> mx.array:
     """sum_h w_h relu(q_h . key) of finished queries, [N, C] float32."""
-    products = mx.maximum(q @ keys.T, 0.0)  # [N, Hi, C]
-    return (w[:, None] @ products).squeeze(1)
+    return index_weigh(q @ keys.T, w)
