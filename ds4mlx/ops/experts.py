@@ -15,6 +15,7 @@ from .hc_expand import Back, Streams, written
 from .mlp import mlp, mlp_reference, swiglu
 from .route import Choice, chosen_by
 
+_CHOOSING = 2  # rows at most that choose their experts within the experts' launch
 SORTED = 768  # rows from which widened experts are cheaper than the kernels in blocks
 TILE = 1 << 28  # elements of the experts' matrices that prefill widens at a time (512 MB)
 
@@ -62,10 +63,13 @@ def experts(
 def routed(
     x, choice: Choice, w1: Matrix, w3: Matrix, w2: Matrix, limit, shared=None, pace=None, back=None
 ):
-    """`experts` of what `route` chooses; few rows choose within the launch, one is spared."""
+    """`experts` of what `route` chooses; one or two rows choose within the launch, one is spared.
+
+    Each threadgroup chooses for itself, so that for more rows a launch takes less.
+    """
     N, E, K = *choice.logits.shape, choice.k
     both = [(w1, w3), *([shared[:2]] if shared else [])]
-    if N > FEW or not _taken((N, K), both) or E > 1024 or K > 32:
+    if N > _CHOOSING or not _taken((N, K), both) or E > 1024 or K > 32:
         return experts(x, *chosen_by(choice), w1, w3, w2, limit, shared, pace, back)
     inputs, ids = {"logits": choice.logits}, choice.chosen
     if ids is None:
