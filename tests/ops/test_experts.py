@@ -46,6 +46,13 @@ def block(up, down, E, F, D, K, shared=None):
     return op, [x, ids, weights]
 
 
+def routing(E, K, listed):
+    """routed(...) of random logits, and 8 rows for it: a row alone chooses within the launch."""
+    within, _, (x, logits, chosen) = choosing(E, K, listed)
+    logits[1, 0] = 0.0
+    return within, [x, logits, chosen]
+
+
 CASES = {  # atol: about 1e-5 of the greatest element
     "odd": Case(lambda: block("MXFP4", "MXFP4", 5, 32, 96, 3), "check", atol=1e-3),
     "one expert": Case(lambda: block("Q4_K", "Q4_K", 1, 256, 256, 1), "check", atol=1e-2),
@@ -53,6 +60,8 @@ CASES = {  # atol: about 1e-5 of the greatest element
     "shared": Case(lambda: block("IQ2_XXS", "Q2_K", 3, 256, 256, 2, "Q8_0"), "check", atol=1e-3),
     "two blocks": Case(lambda: block("MXFP4", "Q8_0", 1, 1056, 64, 1, "F16"), "guard", atol=1e-3),
     "embedded": Case(lambda: block("MXFP4", "MXFP4", 8, 256, 256, 2), "guard", atol=1e-3),
+    "routed": Case(lambda: routing(256, 6, False), "check", atol=1e-4),
+    "routed, listed": Case(lambda: routing(37, 3, True), "check", atol=1e-4),
     # Flash's k of 6 and parts of its matrices, for whole ones are slow on a CPU
     "flash": Case(lambda: block("MXFP4", "MXFP4", 8, 128, 512, 6), "guard", atol=1e-2),
     "flash iq2": Case(lambda: block("IQ2_XXS", "Q2_K", 8, 256, 256, 6), "guard", atol=1e-2),
