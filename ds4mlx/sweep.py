@@ -32,6 +32,7 @@ TITLES = (
 )  # fmt: skip
 ACCEPTANCE = (0.85, 0.62, 0.0)  # a position: published for code, published for all, none
 _PASSES = 4  # at most, to build the graphs of a text
+_ROUNDS = 3  # of plain and drafted text in turn
 
 
 @dataclass
@@ -134,7 +135,8 @@ class Sweep:
             limit = tokens + FEW  # the last drafts know what follows
             return timed_tokens(decode(target, streams, cache, _greedy(), limit=limit, stop=()))
 
-        text, plain = built(decoded)
+        text, _ = built(decoded)
+        plain = median(decoded()[1] for _ in range(_ROUNDS))
         point.decode_tokens_per_second, point.step_ms = 1 / plain, 1e3 * plain
         if mx.default_device() != mx.cpu:
             layers = target.config.num_hidden_layers
@@ -147,8 +149,8 @@ class Sweep:
             self._measure_draft(point, text, cache, context, restore)
             for acceptance in ACCEPTANCE:
                 drafted = self._forced(acceptance, text, streams, cache, context, restore)
-                point.accepted[acceptance], seconds = drafted
-                point.forced[acceptance] = plain / seconds
+                point.accepted[acceptance], point.forced[acceptance] = alternated(decoded, drafted)
+            restore()
         point.peak_bytes = mx.get_peak_memory()
 
     def _build(self, text, cache: Cache, context, restore):
@@ -192,8 +194,8 @@ class Sweep:
         cost = (point.draft_ms + point.verify_ms[-1]) / point.step_ms
         point.break_even = break_even(cost, block)
 
-    def _forced(self, acceptance: float, text, streams, cache, context, restore):
-        """Drafts accepted a cycle, and seconds a token, as in a session that has begun."""
+    def _forced(self, acceptance: float, text, streams, cache, context, restore) -> Callable:
+        """What gives drafts accepted a cycle, and seconds a token, as one session goes on."""
         schedule = Schedule(self.draft.config.dspark_block_size)
 
         def drafted():
@@ -214,9 +216,7 @@ class Sweep:
             accepted = [r["accepted"] for r in records if "rows" in r]
             return sum(accepted) / max(1, len(accepted)), seconds
 
-        found = built(drafted)
-        restore()
-        return found
+        return drafted
 
 
 def filled(cache: Sequence, position: int):
@@ -305,6 +305,17 @@ def built(run: Callable):
         if number and Graphs.traces == traces:
             break
     return found
+
+
+def alternated(plain: Callable, drafted: Callable) -> tuple[float, float]:
+    """The median drafts accepted a cycle, and how many times as fast as plain drafted text is.
+
+    Both run in turn: what a machine does meanwhile, and its clocks, meet both.
+    """
+    built(drafted)
+    rounds = [(plain()[1], *drafted()) for _ in range(_ROUNDS)]
+    before, accepted, after = (median(column) for column in zip(*rounds, strict=True))
+    return accepted, before / after
 
 
 def timed_tokens(ids: Iterator[int]) -> tuple[list[int], float]:

@@ -84,8 +84,8 @@ def test_bench_alternates_both_ways_and_drops_the_first_of_each():
 
 
 class Run:
-    def __init__(self, speed):
-        told = {"accepted_share": 0.5, "drafted": 4, "tokens_per_pass": 2.0}
+    def __init__(self, speed, drafted=4):
+        told = {"accepted_share": 0.5, "drafted": drafted, "tokens_per_pass": 2.0}
         self.stats = {"generate_tokens_per_second": speed, "dspark": told}
 
 
@@ -104,6 +104,12 @@ def test_the_verdict_is_that_of_the_ratio_of_medians(ratio, verdict):
         "50% of 4",
         verdict,
     ]
+
+
+@pytest.mark.parametrize("speeds, drafted", [((9.0, 5.0, 7.0), 2), ((9.0, 5.0, 7.0, 8.0), 2)])
+def test_drafts_are_told_of_the_run_with_the_median_speed(speeds, drafted):
+    runs = [Run(s, i) for i, s in enumerate(speeds)]
+    assert bench._compared("p", [Run(7.0)] * len(runs), runs)[5] == f"50% of {drafted}"
 
 
 @pytest.mark.parametrize("better", [22.0, 18.0])

@@ -15,7 +15,16 @@ from ds4mlx.graphs import Graphs
 from ds4mlx.ops import metal
 from ds4mlx.sampling import Sampler
 from ds4mlx.schedule import Schedule
-from ds4mlx.sweep import Forced, Sweep, break_even, built, filled, timed_tokens, token_bytes
+from ds4mlx.sweep import (
+    Forced,
+    Sweep,
+    alternated,
+    break_even,
+    built,
+    filled,
+    timed_tokens,
+    token_bytes,
+)
 from ds4mlx.synthetic import flash
 from tests.golden_data import draft, target
 
@@ -118,6 +127,21 @@ def test_a_forced_draft_adds_no_wait_to_a_cycle():
     with patch.object(mx, "eval", lambda *arrays: waits.append(arrays) or original(*arrays)):
         list(loop.decode(streams, 30))
     assert at[:5] == [2, 3, 4, 5, 6]  # the first anchor is awaited before the first cycle
+
+
+def test_plain_and_drafted_text_are_timed_in_turn():
+    order, seconds = [], iter([9.0, 6.0, 3.0])
+
+    def plain():
+        order.append("plain")
+        return [], next(seconds)
+
+    def drafted():
+        order.append("drafted")
+        return 2.5, 4.0
+
+    assert alternated(plain, drafted) == (2.5, 1.5)
+    assert order == ["drafted"] * 2 + ["plain", "drafted"] * 3
 
 
 def test_a_restored_state_rewinds_no_further_than_the_saved_one():
