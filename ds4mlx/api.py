@@ -287,8 +287,7 @@ class Session:
         `chunk` (tokens at a time) below 1, and after a feed that was interrupted.
         """
         _check_ranges(chunk=chunk or 0)
-        if self._torn:
-            raise UsageError("a feed of this session was interrupted, wanted a new session")
+        self._whole()
         vocab, room = self._target.config.vocab_size, self._cache.ctx - self.position
         bad = [i for i in ids if not 0 <= i < vocab]
         if bad:
@@ -305,8 +304,13 @@ class Session:
         self._torn = False
         return found
 
+    def _whole(self):
+        if self._torn:
+            raise UsageError("a feed of this session was interrupted, wanted a new session")
+
     def rewind(self, n: int):
         """Forget the newest `n` tokens (at most 8 behind the furthest), as if never seen."""
+        self._whole()
         self._cache.rewind(n)
         if self._draft:
             self._context.rewind(n)
@@ -324,6 +328,7 @@ class Session:
             raise UsageError(f"token id {anchor} is outside the vocabulary of {vocab}")
         if self.position == 0:
             raise UsageError("propose reads the tokens so far, wanted at least one to be fed")
+        self._whole()
         block = self._draft.propose(mx.array([anchor], mx.int32), self._context)
         awaited([block.tokens, block.logits, block.confidence])
         return block

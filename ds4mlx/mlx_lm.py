@@ -100,6 +100,7 @@ class TargetCache:
         # Per sequence a Cache; None before the first token, a list as it came from a file.
         self.rows: list[Cache | list | None] = rows or [None]
         self._left: list[int] | None = None  # of a padded batch: tokens that are still to come
+        self._torn = False  # in the middle of a feed
 
     def feed(self, target: Target, inputs: mx.array) -> mx.array:
         """Token ids [B, N] -> float32 logits [B, N, V], 0 after the end of a padded sequence."""
@@ -108,7 +109,9 @@ class TargetCache:
             self.rows *= B
         if len(self.rows) != B:
             raise UsageError(f"{B} sequences of tokens for a cache of {len(self.rows)}")
-        left, logits = self._left or [N] * B, []
+        if self._torn:
+            raise UsageError("a feed of this cache was interrupted, wanted a new cache")
+        left, logits, self._torn = self._left or [N] * B, [], True
         for i, ids in enumerate(inputs):
             self.rows[i] = _bound(self.rows[i], target.config)
             n = min(N, left[i])
@@ -116,6 +119,7 @@ class TargetCache:
             out += [mx.zeros((N - n, target.config.vocab_size))] if n < N else []
             logits.append(mx.concatenate(out))
         self._left = self._left and [max(0, n - N) for n in self._left]
+        self._torn = False
         return mx.stack(logits)
 
     def is_trimmable(self) -> bool:

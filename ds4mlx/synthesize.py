@@ -69,7 +69,7 @@ def synthesize(
     if recipe not in (recipes := (*RECIPES, "q2-q4")):
         raise UsageError(f"recipe is {recipe!r:.60}, wanted one of {', '.join(recipes)}")
     least, most = FLASH.num_hash_layers, FLASH.num_hidden_layers
-    if layers not in range(least, most + 1):
+    if not isinstance(layers, int) or layers not in range(least, most + 1):
         raise UsageError(f"layers is {layers!r:.60}, wanted a whole number from {least} to {most}")
     config = shortened(FLASH, layers)
     files = [(_expanded(path), target_file(config, recipe, alias=alias))]
@@ -195,7 +195,7 @@ def _check_places(places: list[Path], overwrite: bool):
             raise UsageError(f"{path}: a folder, wanted a file to write")
         if path.exists() and not overwrite:
             raise UsageError(f"{path} exists already; name another file, or --overwrite")
-    if len({*places}) < len(places):
+    if len({place.resolve() for place in places}) < len(places):
         raise UsageError(f"{path}: the target and the draft cannot be written to one place")
 
 
@@ -212,4 +212,6 @@ def _check_rooms(files: list[tuple[Path, File]]):
 
 
 def _expanded(path) -> Path:
+    if not isinstance(path, str | os.PathLike) or "\0" in str(path):
+        raise UsageError(f"{path!r:.60}: no path of a file to write")
     return Path(os.path.abspath(os.path.expandvars(os.path.expanduser(path))))

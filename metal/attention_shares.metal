@@ -15,7 +15,9 @@ METAL_FUNC bool attention_seen(I ids, uint at, uint j, uint ready) {
 METAL_FUNC void attention_meet(
     float score, thread float& top, thread float& sum) {
   float highest = max(top, score);
-  sum = sum * exp(top - highest) + exp(score - highest);
+  if (highest > -INFINITY) {  // else nothing weighs anything yet
+    sum = sum * exp(top - highest) + exp(score - highest);
+  }
   top = highest;
 }
 

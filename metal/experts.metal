@@ -8,8 +8,9 @@
 // threadgroup owns T rows of w1 and w3 of one expert, for one row. A lane owns
 // 32 columns. Sums run over a lane's columns upwards, then over lanes 16, 8, 4,
 // 2 and 1 apart, then over simdgroups upwards: the order depends on D alone.
-// All float. Where ids and weights are not given, each threadgroup chooses for
-// its row, as in route.metal: that takes less than another launch.
+// All float. Where logits are given each threadgroup weighs the experts of its
+// row, and chooses them if they are not listed, as in route.metal: for one or
+// two rows that takes less than another launch.
 template <int D, int F, int T, typename W>
 METAL_FUNC void experts(
     W gate,                 // w1 [E, F, D]

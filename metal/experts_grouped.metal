@@ -32,8 +32,10 @@ METAL_FUNC void experts_grouped_gated(
   load(up + 8 * at, u);
 #pragma unroll
   for (int j = 0; j < 8; j++) {
-    float most = min(g[j], limit);
-    u[j] = most / (1 + exp(-most)) * clamp(u[j], -limit, limit) * weight;
+    // Comparisons, where min and clamp would hide a NaN.
+    float most = limit < g[j] ? limit : g[j];
+    float clipped = limit < u[j] ? limit : u[j] < -limit ? -limit : u[j];
+    u[j] = most / (1 + exp(-most)) * clipped * weight;
   }
   store(out + 8 * at, u);
 }

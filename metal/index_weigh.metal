@@ -17,7 +17,9 @@ METAL_FUNC void index_weigh(
   float sum = 0;
 #pragma unroll 8
   for (uint h = 0; h < HI; h++) {
-    sum += w[at.y * HI + h] * max(products[h * C], 0.0f);
+    // A comparison, where max would hide a NaN.
+    float product = products[h * C];
+    sum += w[at.y * HI + h] * (product < 0 ? 0 : product);
   }
   out[at.y * C + at.x] = sum;
 }

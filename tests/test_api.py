@@ -14,6 +14,7 @@ import ds4mlx
 from ds4mlx import tokenizer
 from ds4mlx.cache import LayerCache
 from ds4mlx.errors import FileError, UsageError
+from ds4mlx.generate import paced
 from tests.close import assert_same
 from tests.golden_data import folder
 
@@ -136,8 +137,17 @@ def test_an_interrupted_session_is_not_fed_again(model):
     interrupted = patch.object(LayerCache, "write", side_effect=KeyboardInterrupt)
     with interrupted, pytest.raises(KeyboardInterrupt):
         session.feed(ids)
-    with pytest.raises(UsageError, match="was interrupted, wanted a new session"):
-        session.feed(ids)
+    for use in (lambda: session.feed(ids), lambda: session.rewind(1)):
+        with pytest.raises(UsageError, match="was interrupted, wanted a new session"):
+            use()
+
+
+def test_parts_of_a_sublayer_are_no_progress():
+    heard = []
+    pace = paced(heard.append)
+    for part in (False, True, True, False):
+        pace(mx.ones(1), part=part)
+    assert heard == [1, 2]
 
 
 def test_a_session_may_be_fed_and_read_in_another_thread(model):

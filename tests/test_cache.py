@@ -17,6 +17,15 @@ def test_a_ring_holds_the_newest_rows_at_any_step(step):
             assert_same(ring.read(start, end), rows[start:end])
 
 
+def test_what_a_ring_would_hold_leaves_it_as_it_is():
+    ring, rows = Ring(5, 2), mx.random.normal((9, 2))
+    ring.write(0, rows[:6])
+    before = mx.array(np.array(ring.rows))
+    held = ring.written(6, rows[6:])
+    assert_same(ring.rows, before)
+    assert_same(ring.holding(held).read(4, 9), rows[4:])
+
+
 def test_rewinding_twice_never_goes_beyond_the_spare_rows():
     from ds4mlx.cache import Cache
     from tests.golden_data import target

@@ -19,9 +19,19 @@ from ds4mlx.graphs import Graphs
 from ds4mlx.launches import graph_primitives
 from ds4mlx.ops import metal
 from ds4mlx.sampling import Sampler
-from ds4mlx.synthetic import flash, flash_draft
+from ds4mlx.synthetic import (
+    DSPARK,
+    FLASH,
+    evaluated,
+    flash,
+    flash_draft,
+    made_draft,
+    made_target,
+    shortened,
+)
 from tests.close import assert_close, assert_same
 from tests.golden_data import CASES, draft, vectors
+from tests.metal.bench import executed
 from tests.test_target import ATOL, batch, case_param, cases
 
 TRANSCRIPTS = [("s4_odd_batch", 1) if i == 4 else (name, 0) for i, name in enumerate([*CASES, ""])]
@@ -173,6 +183,34 @@ def test_a_compiled_proposal_launches_what_one_does_that_is_not():
         tokens, _, confidence = model.block(anchor, 200, *context.arrays())
     assert graph == ops and graph["attention"] == 2 * 3
     assert primitives.total() < graph_primitives([tokens, confidence]).total() < 20
+
+
+def test_kernels_propose_what_references_do():
+    config = replace(
+        shortened(FLASH, 3),
+        vocab_size=512,
+        hidden_size=256,
+        num_attention_heads=4,
+        head_dim=128,
+        q_lora_rank=256,
+        o_groups=2,
+        o_lora_rank=128,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=256,
+    )
+    model = made_target(config, "q4", 0)
+    taps = replace(DSPARK, dspark_target_layer_ids=config.dspark_target_layer_ids)
+    model = evaluated(made_draft(replace(taps, dspark_noise_token_id=7), model, 1))
+    context = model.cache()
+    mx.random.seed(1)
+    model.extend(mx.random.normal((130, 3 * 256)), context)
+    want = model.propose(mx.array([3], mx.int32), context)
+    with executed("guard"):
+        got = model.propose(mx.array([3], mx.int32), context)
+    assert_same(got.tokens, want.tokens)
+    assert_close(got.logits, np.array(want.logits), atol=1e-4)
+    assert_close(got.confidence, np.array(want.confidence), atol=1e-3)
 
 
 def test_a_block_of_more_rows_than_attention_has_a_kernel_for_is_no_graph():

@@ -13,6 +13,7 @@ from copy import deepcopy
 from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx_lm
@@ -31,6 +32,7 @@ from mlx_lm.models.cache import (
 
 import ds4mlx
 import ds4mlx.mlx_lm
+from ds4mlx.cache import LayerCache
 from ds4mlx.chat import prompt_text, render
 from ds4mlx.convert.convert import convert
 from ds4mlx.convert.gguf import open_gguf
@@ -104,6 +106,15 @@ def alone(model, ids) -> mx.array:
 
 
 # Loading --------------------------------------------------------------------------------------
+
+
+def test_a_cache_whose_feed_was_interrupted_is_not_fed_again(model, ids):
+    cache = TargetCache()
+    interrupted = patch.object(LayerCache, "write", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        cache.feed(model.target, mx.array([ids]))
+    with pytest.raises(UsageError, match="was interrupted, wanted a new cache"):
+        cache.feed(model.target, mx.array([ids]))
 
 
 def test_mlx_lm_sees_the_bytes_of_all_weights(model, folder):

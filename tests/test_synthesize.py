@@ -343,6 +343,7 @@ REFUSED = [
     (["{}"], "{}: a folder, wanted a file to write"),
     (["{}", "--overwrite"], "{}: a folder, wanted a file to write"),
     (["{}/t.gguf", "--mtp", "{}/./t.gguf"], "cannot be written to one place"),
+    (["{}/t\0.gguf"], "no path of a file to write"),
     ([], "no file is given, wanted ds4mlx synthesize OUT.gguf"),
     (["{}/a", "{}/b"], "2 arguments are given"),
 ]
@@ -357,7 +358,21 @@ def test_what_cannot_be_meant_is_refused_with_a_sentence(tmp_path, capsys, words
     assert [p.name for p in tmp_path.iterdir()] == ["old.gguf"]
 
 
-@pytest.mark.parametrize("values", [{"recipe": "q3"}, {"layers": 2}, {"layers": None}])
+def test_one_place_by_two_names_is_refused(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    places = tmp_path / "real/t.gguf", tmp_path / "link/t.gguf"
+    with pytest.raises(ds4mlx.UsageError, match="cannot be written to one place"):
+        next(synthesize.synthesize(places[0], mtp=places[1]))
+
+
+@pytest.mark.parametrize("path, mtp", [(None, None), ("t.gguf", 5)])
+def test_what_is_no_path_is_refused(path, mtp):
+    with pytest.raises(ds4mlx.UsageError, match="^(None|5): no path of a file to write$"):
+        next(synthesize.synthesize(path, mtp=mtp))
+
+
+@pytest.mark.parametrize("values", [{"recipe": "q3"}, {"layers": 3.0}, {"layers": None}])
 def test_in_python_too(tmp_path, values):
     with pytest.raises(ds4mlx.UsageError, match=f"{[*values][0]} is .*, wanted"):
         next(synthesize.synthesize(tmp_path / "t.gguf", **values))

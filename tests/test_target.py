@@ -314,6 +314,21 @@ def test_pooled_entries_match_golden_pools():
             assert_close(mx.concatenate(entries)[: len(want)], want, atol=2e-5)
 
 
+def test_experts_of_a_chunk_are_given_its_pace():
+    model, seen, original = target("s1_w16_r8"), [], ops.routed
+
+    def pace(*arrays, part=False):
+        pass
+
+    def routed(*arguments, **more):
+        seen.append(pace in arguments[2:])
+        return original(*arguments, **more)
+
+    with patch.object(ops, "routed", routed):
+        model(mx.arange(20, dtype=mx.int32), Cache(model.config, 40), pace)
+    assert seen == [True] * model.config.num_hidden_layers
+
+
 def test_an_unfinished_window_writes_no_entry():
     model = target("s1_w16_r8")
     _, ids = next(batch("s1_w16_r8"))

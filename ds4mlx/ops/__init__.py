@@ -7,7 +7,7 @@ from .embed import embed
 from .experts import SORTED, TILE, experts, routed
 from .grouped_linear import grouped_linear
 from .hc_collapse import hc_collapse
-from .hc_expand import Back, Streams, hc_expand
+from .hc_expand import Back, hc_expand
 from .hc_head import hc_head
 from .hc_mix import hc_mix
 from .index_best import index_best
@@ -34,7 +34,6 @@ __all__ = [
     "Back",
     "Choice",
     "Pool",
-    "Streams",
     "argmax",
     "attends",
     "attention",

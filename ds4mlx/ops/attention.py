@@ -170,7 +170,7 @@ def _part(eps: float) -> metal.Kernel:
 attention_keys list = {_LIST}, q_shape[0]);
 attention_rows from = {{rows, entries, int(rows_shape[0]), int(rows_shape[1])}};
 attention_part<DH, R, {_HEADS}>(q + Q_AT, turns, from, ids + threadgroup_position_in_grid.z * TOPK,
-    part, stat, staged, list, {eps}f, H, Q_STRIDE, {_PLACE});""",
+    part, stat, staged, list, {metal.literal(eps)}, H, Q_STRIDE, {_PLACE});""",
     )
 
 

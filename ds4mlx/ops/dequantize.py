@@ -36,8 +36,8 @@ def dequantize(w: Matrix, dtype: mx.Dtype = mx.float32) -> mx.array:
 def dequantize_listed(w: Matrix, ids: mx.array, dtype: mx.Dtype = mx.float32) -> mx.array:
     """w [E, M, K], ids [B] uint32 -> `dequantize(w[ids])`, `dtype` [B, M, K].
 
-    Of an id of E or more nothing is read or written. The kernel takes every type, and M K of
-    2048 elements or more, E M K up to 2^32.
+    Of an id of E or more nothing is read or written. The kernel takes every type, and E M K of
+    2048 elements or more, up to 2^32.
     """
     if not metal.enabled():
         return dequantize_reference(w[ids]).astype(dtype)

@@ -69,6 +69,7 @@ def routed(
     """
     N, E, K = *choice.logits.shape, choice.k
     both = [(w1, w3), *([shared[:2]] if shared else [])]
+    assert K <= E, (K, E)
     if N > _CHOOSING or not _taken((N, K), both) or E > 1024 or K > 32:
         return experts(x, *chosen_by(choice), w1, w3, w2, limit, shared, pace, back)
     inputs, ids = {"logits": choice.logits}, choice.chosen

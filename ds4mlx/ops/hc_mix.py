@@ -91,9 +91,9 @@ def _finish(eps: float, norm_eps: float) -> metal.Kernel:
         call=f"""threadgroup float sums[32 * SIMDGROUPS];
 threadgroup float weights[HC];
 hc_mix_finish<HC, ITERATIONS, SIMDGROUPS, AHEAD>(x, part, scale, base, norm, y, post, comb, sums,
-    weights, {eps}f, {norm_eps}f, x_shape[2], part_shape[1], threadgroup_position_in_grid.y,
-    threadgroup_position_in_grid.z == 0, simdgroup_index_in_threadgroup,
-    thread_index_in_simdgroup);""",
+    weights, {metal.literal(eps)}, {metal.literal(norm_eps)}, x_shape[2], part_shape[1],
+    threadgroup_position_in_grid.y, threadgroup_position_in_grid.z == 0,
+    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
     )
 
 

@@ -160,7 +160,7 @@ def _kernel(kinds: tuple[tuple[int, int, bool, bool], ...], rounded: bool, eps: 
   window{i}.window -= {len(outputs) - 3} * CLOSED;
   at -= {len(outputs) - 3} * CLOSED;
   latents_row<{d}, R, {str(pool_rounded).lower()}>({made}, norm{i}, turns{i} + at * R,
-      entries{i} + at * {d}, sums, {eps}f, sg, lane);
+      entries{i} + at * {d}, sums, {metal.literal(eps)}, sg, lane);
 """
         column += f" + 2 * {width}"
     return metal.Kernel(
@@ -174,11 +174,12 @@ uint at = y - {2 + len(kinds)} * N;
 uint sg = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
 {windows}if (y < N) {{
   latents_product product = {{products + n * P + Q_AT}};
-  latents_row<Q, 0, false>(product, q_norm, turns, qr + n * Q, sums, {eps}f, sg, lane);
+  latents_row<Q, 0, false>(product, q_norm, turns, qr + n * Q, sums, {metal.literal(eps)}, sg,
+      lane);
 }} else if (y < 2 * N) {{
   latents_product product = {{products + n * P + KV_AT}};
   latents_row<DH, R, {str(rounded).lower()}>(product, kv_norm, turns + n * R, held + place * W,
-      sums, {eps}f, sg, lane);
+      sums, {metal.literal(eps)}, sg, lane);
 {keeps}{closes}}} else {{
   latents_copy<W>(ring, held, CAP, first, N, at - {len(outputs) - 2} * CLOSED,
       thread_index_in_threadgroup);

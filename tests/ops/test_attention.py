@@ -179,6 +179,20 @@ def test_the_first_tokens_have_shorter_windows(before):
         assert_close(out[i], exact(q[i], raw[max(0, end - WINDOW) : end], sink), atol=2e-6)
 
 
+def test_entries_that_are_none_weigh_nothing():
+    """Where fewer than k entries are ready, a query's list is filled up with NONE."""
+    q, raw, some, sink, _ = make(9)
+    ready, picks = [3] * 9, np.array([[0, 2, 2**32 - 1]] * 9, np.uint32)
+    with executed("guard"):
+        out = attend(
+            q, raw, sink, window=WINDOW, entries=some, ready=ready, selected=mx.array(picks)
+        )
+    for i in range(9):
+        end = raw.shape[0] - 9 + i + 1
+        keys = mx.concatenate([raw[end - WINDOW : end], some[:3][mx.array([0, 2])]])
+        assert_close(out[i], exact(q[i], keys, sink), atol=2e-6)
+
+
 def test_rows_of_a_block_equal_rows_alone():
     q, raw, some, sink, ready = make(8)
     selected = [None, None, None] + [mx.array([0, 2], mx.uint32)] * 5

@@ -116,6 +116,19 @@ def test_experts_chosen_within_the_launch_are_those_of_the_router(E, K, listed):
     assert np.isfinite(np.delete(want, 1, axis=0)).all()
 
 
+def test_of_equal_experts_the_lowest_are_chosen_within_the_launch():
+    within, before, (x, logits, chosen) = choosing(96, 3, False)
+    arrays = x[:2], mx.full((2, 96), mx.nan), chosen[:2]  # all keys are minus infinity
+    names, outputs = [], []
+    with executed("check"), pytest.MonkeyPatch.context() as patch:
+        launch = metal.launch
+        keep = lambda k, *a: outputs.append(launch(k, *a)) or names.append(k.name) or outputs[-1]  # noqa: E731
+        patch.setattr(metal, "launch", keep)
+        within(*arrays)
+    assert names == ["experts", "experts_down"]
+    assert np.array_equal(outputs[0][1], [[0, 1, 2]] * 2)
+
+
 def test_two_rows_choose_within_the_launch_and_three_before_it():
     names = []
     with executed(), pytest.MonkeyPatch.context() as patch:  # undone before the executor is left

@@ -64,6 +64,16 @@ def test_kernels_match_the_reference(types, name, monkeypatch):
     assert_close(got, want, atol=1e-5 * np.abs(want).max())
 
 
+def test_kernels_hide_no_nan():
+    w = [matrix("Q8_0", 3, 96, 32), matrix("Q8_0", 3, 96, 32, seed=1), matrix("Q8_0", 3, 32, 96)]
+    mx.random.seed(2)
+    x, weights = mx.random.normal((9, 32)) / 8, mx.ones((9, 2))
+    x[1, 5] = mx.nan
+    with executed("check"):
+        got = np.array(experts_grouped(x, routing("spread", 9, 3), weights, *w, LIMIT))
+    assert np.isnan(got[1]).all() and np.isfinite(np.delete(got, 1, axis=0)).all()
+
+
 def test_kernels_read_and_write_nothing_else_at_an_odd_shape():
     w = [matrix("Q8_0", 3, 96, 32), matrix("Q8_0", 3, 96, 32, seed=1), matrix("Q8_0", 3, 32, 96)]
     mx.random.seed(2)

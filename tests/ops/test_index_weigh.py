@@ -4,6 +4,7 @@ import pytest
 
 from ds4mlx.ops.index_weigh import index_weigh
 from tests.close import assert_close
+from tests.metal.bench import executed
 from tests.metal.cases import Case
 from tests.metal.lint import generated, lint
 
@@ -23,6 +24,14 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_kernel_matches_reference_and_rows_equal_rows_alone(case):
     case.verify()
+
+
+def test_kernel_hides_no_nan():
+    products, w = mx.ones((2, 3, 9)), mx.ones((2, 3))
+    products[1, 2, 4] = mx.nan
+    with executed("check"):
+        got = np.array(index_weigh(products, w))
+    assert np.argwhere(np.isnan(got)).tolist() == [[1, 4]]
 
 
 def test_reference_matches_float64():

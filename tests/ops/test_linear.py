@@ -68,6 +68,17 @@ def test_kernel_matches_reference_and_rows_equal_rows_alone(case):
     case.verify()
 
 
+def test_an_output_that_few_simdgroups_share_is_written_back_by_a_launch_of_its_own():
+    """Of 512 columns one simdgroup takes all, and a threadgroup's outputs are not one tile."""
+    w, x, some = stored("Q8_0", 4096, 512), mx.random.normal((2, 512)), streams(4, 4096)
+    back = Back(*(a[:2] for a in some), mixture(4, 4096)[0])
+    assert MODULE._split(w) == 1
+    with executed("guard"):
+        got, part = linear_op(x, w, back)
+        assert part is None
+        assert_same(got, hc_expand(back.x, linear_op(x, w), back.post, back.comb))
+
+
 @pytest.mark.parametrize("type", ["Q4_0", "Q2_K"])
 def test_kernel_matches_float64_where_a_lane_reads_several_vectors(type):
     w, x = matrix(type, 9, 768), mx.random.normal((3, 768))
