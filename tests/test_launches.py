@@ -1,9 +1,11 @@
 from collections import Counter
+from unittest.mock import patch
 
 import mlx.core as mx
 import pytest
 
 from ds4mlx.launches import graph_primitives, launches, mean_launches
+from ds4mlx.ops import metal
 from ds4mlx.synthetic import flash
 
 FLASH = flash(seed=None)
@@ -29,6 +31,21 @@ def test_a_window_that_closes_and_an_indexer_that_selects_add_their_launches():
     plain, closing, selecting = (launches(FLASH, 1, at) for at in (1000, 1003, 4096))
     assert (closing - plain)["round_index"] == 21 and (closing - plain)["Scatter"] == 42
     assert (selecting - plain)["index_scores"] == (selecting - plain)["index_best"] == 21
+
+
+@pytest.mark.parametrize("rows, position", [(1, 1000), (1, 4095), (2, 4096)])
+def test_no_layer_reads_an_array_that_cuda_leaves_with_the_host(rows, position):
+    """Of 8 bytes or fewer are a step's token ids alone."""
+    small, launch = set(), metal.launch
+
+    def spied(kernel, inputs, *rest):
+        named = zip(kernel.inputs, inputs, strict=True)
+        small.update((kernel.name, name) for name, x in named if x.nbytes <= 8)
+        return launch(kernel, inputs, *rest)
+
+    with patch.object(metal, "launch", spied):
+        launches(FLASH, rows, position)
+    assert small == {("embed", "ids")}
 
 
 def test_what_does_not_belong_to_a_layer_is_little():
