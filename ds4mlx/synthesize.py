@@ -189,10 +189,14 @@ def _blocks(type: str, matrix: Matrix) -> Iterator[np.ndarray]:
 
 @file_errors()
 def _check_places(places: list[Path], overwrite: bool):
-    """Raises UsageError for a place that is in use."""
+    """Raises UsageError for a place that is in use, FileError for one that no file can have."""
     for path in places:
         if path.is_dir():
             raise UsageError(f"{path}: a folder, wanted a file to write")
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path}: not a regular file, wanted a file to write")
+        if not (nearest := next(p for p in path.parents if p.exists())).is_dir():
+            raise FileError(f"{nearest}: not a folder, wanted one for {path.name}")
         if path.exists() and not overwrite:
             raise UsageError(f"{path} exists already; name another file, or --overwrite")
     if len({place.resolve() for place in places}) < len(places):

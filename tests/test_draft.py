@@ -19,19 +19,11 @@ from ds4mlx.graphs import Graphs
 from ds4mlx.launches import graph_primitives
 from ds4mlx.ops import metal
 from ds4mlx.sampling import Sampler
-from ds4mlx.synthetic import (
-    DSPARK,
-    FLASH,
-    evaluated,
-    flash,
-    flash_draft,
-    made_draft,
-    made_target,
-    shortened,
-)
+from ds4mlx.synthetic import dspark_of, evaluated, flash, flash_draft, made_draft, made_target
 from tests.close import assert_close, assert_same
 from tests.golden_data import CASES, draft, vectors
 from tests.metal.bench import executed
+from tests.test_synthesize import small
 from tests.test_target import ATOL, batch, case_param, cases
 
 TRANSCRIPTS = [("s4_odd_batch", 1) if i == 4 else (name, 0) for i, name in enumerate([*CASES, ""])]
@@ -186,22 +178,10 @@ def test_a_compiled_proposal_launches_what_one_does_that_is_not():
 
 
 def test_kernels_propose_what_references_do():
-    config = replace(
-        shortened(FLASH, 3),
-        vocab_size=512,
-        hidden_size=256,
-        num_attention_heads=4,
-        head_dim=128,
-        q_lora_rank=256,
-        o_groups=2,
-        o_lora_rank=128,
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=256,
+    target = made_target(small(3), "q4", 0)
+    model = evaluated(
+        made_draft(replace(dspark_of(target.config), dspark_noise_token_id=7), target, 1)
     )
-    model = made_target(config, "q4", 0)
-    taps = replace(DSPARK, dspark_target_layer_ids=config.dspark_target_layer_ids)
-    model = evaluated(made_draft(replace(taps, dspark_noise_token_id=7), model, 1))
     context = model.cache()
     mx.random.seed(1)
     model.extend(mx.random.normal((130, 3 * 256)), context)

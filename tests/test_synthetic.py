@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -14,11 +12,11 @@ from ds4mlx.synthetic import (
     flash_draft,
     made_target,
     random_matrix,
-    shortened,
     target_types,
 )
 from tests.close import assert_close
 from tests.ops.matrices import exact
+from tests.test_synthesize import small
 
 
 def padded_bytes(tensors) -> int:
@@ -77,22 +75,11 @@ def test_hollow_tensors_take_no_memory():
 
 def test_the_same_seed_makes_the_same_model_and_activations_stay_small():
     """Of Flash's layers, with narrower matrices: the real ones take minutes on a CPU."""
-    small = replace(
-        shortened(FLASH, 5),
-        vocab_size=512,
-        hidden_size=256,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=256,
-        num_attention_heads=4,
-        q_lora_rank=256,
-        o_groups=2,
-        o_lora_rank=128,
-    )
+    config = small(5)
     results = []
     for _ in range(2):
-        target = made_target(small, "q2", 7)
-        x, _ = target(mx.arange(12), Cache(small, 20))
+        target = made_target(config, "q2", 7)
+        x, _ = target(mx.arange(12), Cache(config, 20))
         results.append(target.logits(x))
     assert_close(results[0], np.array(results[1]), atol=0)
     assert 0.3 < np.array(x).std() < 30

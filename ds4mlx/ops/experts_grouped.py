@@ -83,9 +83,9 @@ def places(ids: mx.array, E: int) -> tuple[mx.array, mx.array, mx.array]:
     slots = mx.argsort(order).astype(mx.int32) + (start - first)[chosen]
     of = mx.minimum(experts, E - 1)[:, None]  # each [B, 1]
     nth = mx.arange(B * GROUP).reshape(B, GROUP) - start[of]
-    held = (nth < counts[of]) & (experts[:, None] < E)
-    source = order[mx.where(held, first[of] + nth, 0)]
-    source = mx.where(held, source, mx.array(EMPTY, mx.uint32)).flatten()
+    filled = (nth < counts[of]) & (experts[:, None] < E)
+    source = order[mx.where(filled, first[of] + nth, 0)]
+    source = mx.where(filled, source, mx.array(EMPTY, mx.uint32)).flatten()
     return experts.astype(mx.uint32), source, slots.astype(mx.uint32).reshape(ids.shape)
 
 

@@ -28,7 +28,7 @@ def _kernel(kinds: tuple) -> metal.Kernel:
     for name, kind_ in zip(names, kinds, strict=True):
         shape = f"{name}_{STRUCTS[kind_][1][0]}_shape[0]"
         branches.append(f"""if (place < {name}_SIZE) {{
-  linear<ROWS, {name}WIDENED, {name}_SETS, K, G, STRIDE>(x, {name}, out + {name}_AT, part,
+  linear<ROWS, {name}_TILE, {name}_SETS, K, G, STRIDE>(x, {name}, out + {name}_AT, part,
       x_shape[0], {shape} / G, threadgroup_position_in_grid.y, place,
       simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
   return;
@@ -127,7 +127,7 @@ def _launch(x: mx.array, ws: Sequence[Matrix], G: int) -> list[mx.array | Column
     for i, w in enumerate(ws):
         sets, tile, size = _blocking(w, rows, G)
         firsts.append(sum(w.shape[0] for w in ws[:i]))
-        template |= {f"w{i}_SETS": sets, f"w{i}WIDENED": tile, f"w{i}_SIZE": size}
+        template |= {f"w{i}_SETS": sets, f"w{i}_TILE": tile, f"w{i}_SIZE": size}
         template[f"w{i}_AT"] = firsts[-1]
         template["PART"] = max(template["PART"], _part(rows, tile, sets))
         threadgroups += size
