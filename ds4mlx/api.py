@@ -289,9 +289,8 @@ class Session:
         _check_ranges(chunk=chunk or 0)
         self._whole()
         vocab, room = self._target.config.vocab_size, self._cache.ctx - self.position
-        bad = [i for i in ids if not 0 <= i < vocab]
-        if bad:
-            raise UsageError(f"token id {bad[0]} is outside the vocabulary of {vocab}")
+        for id in ids:
+            _check_id(id, vocab)
         if not 0 < len(ids) <= room:
             raise UsageError(f"feed got {len(ids)} tokens, wanted 1 to {room} (context is full)")
         logits, taps = [], []
@@ -324,8 +323,7 @@ class Session:
         if self._draft is None:
             raise UsageError("propose needs a draft, wanted load(.., mtp=FILE)")
         vocab = self._target.config.vocab_size
-        if not 0 <= anchor < vocab:
-            raise UsageError(f"token id {anchor} is outside the vocabulary of {vocab}")
+        _check_id(anchor, vocab)
         if self.position == 0:
             raise UsageError("propose reads the tokens so far, wanted at least one to be fed")
         self._whole()
@@ -337,6 +335,11 @@ class Session:
     def position(self) -> int:
         """Tokens processed so far."""
         return self._cache.position
+
+
+def _check_id(id: int, vocab: int):
+    if not isinstance(id, Integral | mx.array) or not 0 <= id < vocab:
+        raise UsageError(f"token id {id!r:.60} is outside the vocabulary of {vocab}")
 
 
 class Piece(str):

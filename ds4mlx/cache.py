@@ -8,6 +8,7 @@ and are overwritten.
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import mlx.core as mx
 
@@ -173,9 +174,10 @@ class Sequence:
         Raises UsageError for more than FEW (8) tokens behind the furthest, or before the start.
         """
         oldest = max(0, self._furthest - FEW)
-        if n < 0 or self.position - n < oldest:
+        if not isinstance(n, Integral) or n < 0 or self.position - n < oldest:
             raise UsageError(
-                f"rewind({n}): wanted 0 to {self.position - oldest} at position {self.position}"
+                f"rewind({n!r:.60}): wanted 0 to {self.position - oldest} "
+                f"at position {self.position}"
             )
         self.position -= n
 

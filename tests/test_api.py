@@ -132,6 +132,25 @@ def test_a_chunk_that_is_none_is_refused_and_the_session_goes_on(model, chunk):
     assert session.position == 0 and session.feed(ids).shape[0] == len(ids)
 
 
+@pytest.mark.parametrize("bad", [1.5, "a", None, -1, 1 << 20])
+def test_what_is_no_token_id_is_refused_and_the_session_goes_on(bad):
+    with ds4mlx.load(mtp="embedded") as pair:
+        session = pair.session(ctx=64)
+        session.feed([1, 2])
+        for use in (lambda: session.feed([3, bad]), lambda: session.propose(bad)):
+            with pytest.raises(UsageError, match=f"^token id {bad!r} is outside the vocabulary"):
+                use()
+        assert session.position == 2 and session.feed([3]).shape[0] == 1
+
+
+@pytest.mark.parametrize("n", [1.0, "1", None])
+def test_a_rewind_by_no_whole_number_is_refused(model, n):
+    session = model.session(ctx=64)
+    session.feed([1, 2])
+    with pytest.raises(UsageError, match=rf"^rewind\({n!r}\): wanted 0 to 2 at position 2$"):
+        session.rewind(n)
+
+
 def test_an_interrupted_session_is_not_fed_again(model):
     ids, session = model.tokenizer.encode(PROMPT), model.session(ctx=64)
     interrupted = patch.object(LayerCache, "write", side_effect=KeyboardInterrupt)
