@@ -5,9 +5,9 @@ So nothing is moved or restored on a rewind: the position goes back, later rows 
 and are overwritten.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Integral
 
 import mlx.core as mx
@@ -85,10 +85,10 @@ class LayerCache:
         else:
             self.ring.write(step.position, rows)
 
-    def write_entries(self, step: "Step", entries: list[mx.array]):
-        """Put the entries [n, d] of the windows that a block closes in their places."""
+    def write_entries(self, places: slice | mx.array, entries: list[mx.array]):
+        """Put the entries [n, d] of the windows that a block closes in these places."""
         for i, new in enumerate(entries):
-            self.entries[i][step.closed(self.ratio)] = new
+            self.entries[i][places] = new
 
     def read_bytes(self, position: int) -> int:
         """Of the window, and of the entries: those that an indexer lets through, and its keys."""
@@ -114,11 +114,10 @@ class LayerCache:
 class Step:
     """Where a block of rows stands; a compiled step knows its position as an array only."""
 
-    position: int | mx.array  # of its first row
+    position: int | mx.array | None  # of its first row; None: whoever asks has its Turns
     rows: int
     closing: dict[int, int]  # by ratio: how many windows close
     selecting: bool  # there are more entries than an indexer lets through
-    _made: dict = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, config: TargetConfig, position: int, rows: int) -> "Step":
@@ -139,21 +138,12 @@ class Step:
     def closed(self, ratio: int) -> slice | mx.array:
         """Indices of their entries."""
         first, n = self.position // ratio, self.closing[ratio]
-        if isinstance(first, int):
-            return slice(first, first + n)
-        return self._once(("closed", ratio), lambda: first + mx.arange(n))
+        return slice(first, first + n) if isinstance(first, int) else first + mx.arange(n)
 
     def ready(self, ratio: int) -> mx.array:
         """How many entries [rows] int32 each row may read; of a compiled step 4 or more."""
         rows = self.rows if isinstance(self.position, int) else max(4, self.rows)  # see ops.placed
-        positions = self.position + mx.arange(rows)
-        return self._once(("ready", ratio), lambda: (positions + 1) // ratio)
-
-    def _once(self, key: tuple, make: Callable) -> mx.array:
-        """What all layers share is computed once."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        return (self.position + mx.arange(rows) + 1) // ratio
 
 
 class Sequence:
@@ -191,6 +181,14 @@ class Sequence:
         self.replace([mx.array(a) for a in arrays])
 
 
+def replace(layers: Iterable[LayerCache], arrays: Iterable[mx.array]):
+    """Put `arrays`, in the order of the layers' own, in their places."""
+    following = iter(arrays)
+    for layer in layers:
+        layer.ring.rows = next(following)
+        layer.entries = [next(following) for _ in layer.entries]
+
+
 class Cache(Sequence):
     """State of the whole target for one sequence of at most `ctx` tokens."""
 
@@ -207,10 +205,7 @@ class Cache(Sequence):
 
     def replace(self, arrays: Iterable[mx.array]):
         """Put `arrays`, in the order of `arrays`, in their places."""
-        following = iter(arrays)
-        for layer in self.layers:
-            layer.ring.rows = next(following)
-            layer.entries = [next(following) for _ in layer.entries]
+        replace(self.layers, arrays)
 
     def live(self) -> list[mx.array]:
         """What can still be read: last rows of the windows, open windows, finished entries.

@@ -216,9 +216,11 @@ class Speculation:
         tokens = block.tokens[: 1 + n]
         # An id outside the vocabulary is no token that the target could choose, nor embed.
         known = mx.clip(tokens, 0, self.target.config.vocab_size - 1)
-        streams, taps = self.target(known, self.cache)
+        streams, taps = self.target(known, self.cache, submit=mx.async_eval)
         chosen = self.sampler(self.target.logits(streams))
-        mx.async_eval(chosen, tokens, confidence, taps, self.cache.arrays())
+        # All rows, that it be done before the host knows which stay.
+        self.draft.extend(taps, self.context)
+        mx.async_eval(chosen, tokens, confidence, self.cache.arrays(), self.context.arrays())
         launched = self.clock()
         if not (yield from self._hand_out([id], 1 + n)):
             return None, None
@@ -228,8 +230,7 @@ class Speculation:
         verified = self.clock()
         self.cache.rewind(n - accepted)
         self.sampler.rewind(n - accepted)
-        self.draft.extend(taps[: 1 + accepted], self.context)
-        mx.async_eval(self.context.arrays())
+        self.context.rewind(n - accepted)
         done = self.clock()
         record = {
             "position": position,

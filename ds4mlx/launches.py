@@ -7,6 +7,7 @@ from collections import Counter
 import mlx.core as mx
 
 from .cache import Cache, Step
+from .graphs import Graphs
 from .ops import metal
 from .target import Target
 
@@ -21,16 +22,16 @@ def launches(target: Target, rows: int = 1, position: int = 2048) -> Counter:
     """Launches of a step of `rows` rows at `position`, streams to state, by kind.
 
     Kinds are kernels and MLX's own primitives; a concatenation is a launch for each part. The
-    graph is the one that `Target` keeps, so no GPU is needed, and weights may be hollow.
+    graphs are as `Target` keeps them, so no GPU is needed, and weights may be hollow.
     """
     cache, kernels = Cache(target.config, position + rows), Counter()
     state = [mx.broadcast_to(mx.array(0.0), a.shape) for a in cache.arrays()]
     ids = mx.broadcast_to(mx.array(0, mx.int32), (rows,))
+    cache.replace(state)
     with metal.traced(kernels):
-        results = target.graph(*Step.of(target.config, position, rows).kind)(
-            ids, mx.array(position), *state
-        )
-    return kernels + graph_primitives(results)
+        step, fresh = Step.of(target.config, position, rows), Graphs(target.graph)
+        results = target.launch(ids, step, cache, graphs=fresh)  # counted while they are traced
+    return kernels + graph_primitives([*results, *cache.arrays()])
 
 
 def mean_launches(target: Target, rows: int = 1, position: int = 2048) -> float:

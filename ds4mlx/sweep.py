@@ -183,7 +183,7 @@ class Sweep:
 
         def verify(rows: int):
             ids = mx.array(text[:rows], mx.int32)
-            x, _ = target(ids, cache)
+            x, _ = target(ids, cache, submit=mx.async_eval)
             mx.eval(argmax(target.logits(x)), cache.arrays())
             cache.rewind(rows)
 

@@ -1,17 +1,21 @@
 """The target: DeepSeek V4's forward pass, for one token, a block or a chunk of prefill."""
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 from weakref import proxy
 
 import mlx.core as mx
 
 from . import ops
-from .cache import Cache, LayerCache, Step
+from .cache import Cache, LayerCache, Step, replace
 from .config import TargetConfig
 from .graphs import Graphs, compiled
 from .packed import Matrix, Packed
 from .rows import FEW
 from .weights import Weights
+
+_STRETCHES = (2, 4, 12)  # layers of the graphs of a step; another has the rest
 
 
 class Target:
@@ -31,29 +35,53 @@ class Target:
         self.norm = weights["norm.weight"]
         self.head = weights["head.weight"]
         self.freqs = {r: config.rope_freqs(compressed=r) for r in (False, True)}
+        ends = [n for n in accumulate(_STRETCHES) if n < len(self.layers)]
+        self.stretches = [range(*ends) for ends in pairwise([0, *ends, len(self.layers)])]
         self._steps, self._readers = Graphs(self.graph), Graphs(self.reader)
         weights.finish()
 
     def __call__(
-        self, ids: mx.array, cache: Cache, pace: Callable | None = None
+        self,
+        ids: mx.array,
+        cache: Cache,
+        pace: Callable | None = None,
+        submit: Callable | None = None,
     ) -> tuple[mx.array, mx.array]:
         """ids [N] int32, the tokens after `cache.position` -> (streams [N, HC, D], taps).
 
         taps [N, T * D]: the mean over the streams of each tap layer's output, which the draft
         reads. The cache advances by N. Both are float32. pace: called with the arrays that each
-        sublayer of a step that is not one graph leaves, to be evaluated, and with `part=True` with
-        those that a part of one leaves.
+        sublayer of a step that is not made of graphs leaves, to be evaluated, and with `part=True`
+        with those that a part of one leaves. submit: called with the streams after each graph of
+        one that is, so that a device which waits for this step begins while it is built.
         """
         step = Step.of(self.config, cache.position, ids.shape[0])
         # A scatter on a GPU would write beyond the entries.
         assert step.position + step.rows <= cache.ctx, (step.position, step.rows, cache.ctx)
         if step.rows <= FEW and self.compiles:
-            run = self._steps(*step.kind)
-            x, taps, *arrays = run(ids, mx.array(step.position), *cache.arrays())
-            cache.replace(arrays)
+            x, taps = self.launch(ids, step, cache, submit)
         else:
             x, taps = self.forward(ids, step, cache, pace)
         cache.advance(step.rows)
+        return x, taps
+
+    def launch(
+        self, ids, step: Step, cache: Cache, submit=None, graphs: Graphs | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """As `forward`, by graphs: those that are kept, or others of `graph`."""
+        graphs = graphs or self._steps
+        x, turns = graphs(None, *step.kind)(ids, mx.array(step.position))
+        part, taps = None, []
+        for layers in self.stretches:
+            held = cache.layers[layers.start : layers.stop]
+            # No name for the old state: what nobody holds is written in place.
+            x, part, taps, arrays = graphs(layers, *step.kind)(
+                ids, turns, x, part, taps, [a for layer in held for a in layer.arrays()]
+            )
+            replace(held, arrays)
+            del arrays
+            if submit:
+                submit(x)
         return x, taps
 
     @property
@@ -64,37 +92,78 @@ class Target:
 
     def forward(self, ids, step: Step, cache: Cache, pace=None) -> tuple[mx.array, mx.array]:
         """As a call, but the cache's position stays."""
-        tapped, outputs = self.config.dspark_target_layer_ids, []
+        taps = []
         for i, op, x in self.sublayers(ids, step, cache, pace):
             if pace:
                 pace(x, cache.layers[i].arrays())
-            if op == "ffn" and i in tapped:
-                outputs.append(x)
-        mean = mx.full(x.shape[:2], 1 / x.shape[1])
-        return x, ops.hc_collapse(mx.concatenate(outputs, axis=-1), mean)
+            if self._taps(i, op):
+                taps.append(x)
+        return x, self._mean(taps)
 
     def sublayers(self, ids, step: Step, cache: Cache, pace=None) -> Iterator[tuple]:
         """The forward pass: (layer, "attn" or "ffn", the streams [N, HC, D] after it)."""
-        turns = Turns(step, self.freqs)
-        x = mx.repeat(ops.embed(ids, self.embed)[:, None], self.config.hc_mult, axis=1)
-        part, after = None, [layer.hc_attn for layer in self.layers[1:]] + [None]
-        for i, (layer, state) in enumerate(zip(self.layers, cache.layers, strict=True)):
+        start, every = self.streams(ids), range(len(self.layers))
+        turns = Turns.of(step, self.freqs)
+        found = self._sublayers(every, ids, turns, start, None, step, cache.layers, pace)
+        yield from ((i, op, x) for i, op, x, _ in found)
+
+    def _sublayers(self, layers: range, ids, turns, x, part, step, states, pace=None):
+        """Those of some layers, after x and part; with the part that each leaves (`ops.Back`)."""
+        for i, state in zip(layers, states, strict=True):
+            layer, after = self.layers[i], self.layers[i + 1 : i + 2]
             y, back = layer.hc_attn(x, part, layer.hc_ffn)
             x, part = layer.attn(y, step, state, turns, back)
-            yield i, "attn", x
-            y, back = layer.hc_ffn(x, part, after[i])
+            yield i, "attn", x, part
+            y, back = layer.hc_ffn(x, part, after[0].hc_attn if after else None)
             x, part = layer.ffn(y, ids, back, pace)
-            yield i, "ffn", x
+            yield i, "ffn", x, part
 
-    def graph(self, rows: int, closing: tuple[tuple[int, int], ...], selecting: bool) -> Callable:
-        """All steps of a kind as one graph: (ids, position, *state) -> streams, taps, *state."""
+    def streams(self, ids: mx.array) -> mx.array:
+        """ids [N] -> the streams [N, HC, D] before the first layer."""
+        return mx.repeat(ops.embed(ids, self.embed)[:, None], self.config.hc_mult, axis=1)
+
+    def _taps(self, i: int, op: str) -> bool:
+        return op == "ffn" and i in self.config.dspark_target_layer_ids
+
+    def _mean(self, taps: list[mx.array]) -> mx.array:
+        mean = mx.full(taps[0].shape[:2], 1 / taps[0].shape[1])
+        return ops.hc_collapse(mx.concatenate(taps, axis=-1), mean)
+
+    def graph(self, layers: range | None, *kind) -> Callable:
+        """Of steps of a kind (`Step.kind`): how they begin, or some of their layers."""
+        return self.start(*kind) if layers is None else self.stretch(layers, *kind)
+
+    def start(self, rows: int, closing: tuple[tuple[int, int], ...], selecting: bool) -> Callable:
+        """How all steps of a kind begin: (ids, position) -> the streams, and their Turns."""
         me = proxy(self)
 
-        def run(ids, position, *arrays):
-            cache = Cache(me.config, 1)
-            cache.replace(arrays)
-            x, taps = me.forward(ids, Step(position, rows, dict(closing), selecting), cache)
-            return x, taps, *cache.arrays()
+        def run(ids, position):
+            step = Step(position, rows, dict(closing), selecting)
+            return me.streams(ids), Turns.of(step, me.freqs)
+
+        return compiled(run)
+
+    def stretch(
+        self, layers: range, rows: int, closing: tuple[tuple[int, int], ...], selecting: bool
+    ) -> Callable:
+        """Some layers of all steps of a kind, as one graph.
+
+        (ids, turns, x, part, taps, state) -> x, part, taps, state; x and part as an op with
+        `ops.Back` gives them, taps the streams that are kept, and at last what `forward` gives.
+        """
+        me = proxy(self)
+
+        def run(ids, turns, x, part, taps, arrays):
+            ratios = me.config.compress_ratios
+            states = [LayerCache(me.config, ratios[i], 1) for i in layers]
+            replace(states, arrays)
+            step = Step(None, rows, dict(closing), selecting)
+            found = [*me._sublayers(layers, ids, Turns(*turns), x, part, step, states)]
+            taps = [*taps, *(x for i, op, x, _ in found if me._taps(i, op))]
+            _, _, x, part = found[-1]
+            last = layers.stop == len(me.layers)
+            arrays = [a for state in states for a in state.arrays()]
+            return x, part, me._mean(taps) if last else taps, arrays
 
         return compiled(run)
 
@@ -125,19 +194,30 @@ class Target:
         return ops.rms_norm(z, self.norm, self.config.rms_norm_eps)
 
 
-class Turns:
-    """Where a step's rows stand, and the rotations of these and of windows that close (model 6)."""
+class Turns(NamedTuple):
+    """Where a step's rows stand, and what all layers compute of that (model 6).
 
-    def __init__(self, step: Step, freqs: dict[bool, mx.array]):
+    A window that closes is rotated as its first position. Lists go by the ratios of `closing`.
+    """
+
+    position: int | mx.array  # of the first row, as ops.placed
+    rows: tuple[mx.array, mx.array]  # rotations: of window layers, of compressed ones
+    windows: list[mx.array | None]
+    closed: list[slice | mx.array]  # where their entries go
+    ready: mx.array  # [N]: how many entries of ratio 4 each row may read
+
+    @classmethod
+    def of(cls, step: Step, freqs: dict[bool, mx.array]) -> "Turns":
         at = step.position
-        self.position = at if isinstance(at, int) else ops.placed(at)
         positions = at + mx.arange(step.rows)
-        self.rows = {compressed: ops.rotation(positions, f) for compressed, f in freqs.items()}
-        self.windows = {
-            ratio: None if first is None else ops.rotation(first, freqs[True])
-            for ratio in step.closing
-            for first in (step.windows(ratio),)
-        }
+        firsts = [step.windows(ratio) for ratio in step.closing]
+        return cls(
+            at if isinstance(at, int) else ops.placed(at),
+            tuple(ops.rotation(positions, freqs[r]) for r in (False, True)),
+            [None if f is None else ops.rotation(f, freqs[True]) for f in firsts],
+            [step.closed(ratio) for ratio in step.closing],
+            step.ready(4),
+        )
 
 
 class Layer:
@@ -197,6 +277,7 @@ class Attention:
     def __call__(self, x, step: Step, cache: LayerCache, turns: Turns, back: ops.Back):
         """The row x [N, D] -> the streams after attention, and perhaps their part: `ops.Back`."""
         turn, position, indexer = turns.rows[bool(self.ratio)], turns.position, self.indexer
+        closing = [*step.closing].index(self.ratio) if self.ratio else None
         queries = [self.wq_b]
         inputs = [self.wq_a, self.wkv, *(w for c in self.compressors for w in (c.wkv, c.wgate))]
         if indexer and step.selecting:
@@ -208,7 +289,7 @@ class Attention:
                 *products[2 * i : 2 * i + 2],
                 c.ape,
                 c.norm,
-                turns.windows[self.ratio],
+                turns.windows[closing],
                 self.ratio,
                 c.rounded,
             )
@@ -217,11 +298,12 @@ class Attention:
         qr, rows, entries = self.latents(qr, kv, turn, pools, cache.ring, position)
         if indexer and len(entries) > 1 and self.config.round_index:
             entries[1] = ops.round_index(entries[1])
-        cache.write_entries(step, entries)
+        if entries:
+            cache.write_entries(turns.closed[closing], entries)
         q, *index_q = ops.beside(qr, queries)
         selected = None
         if indexer and step.selecting:
-            selected = indexer(*index_q, products[-1], step, cache.entries[1], turn)
+            selected = indexer(*index_q, products[-1], step, cache.entries[1], turns)
         out = self.attend(q, rows, cache.ring, turn, position, back, cache.entries, selected)
         cache.write(step, rows)
         return out
@@ -285,18 +367,18 @@ class Indexer:
         self.config = config
         self.wq_b, self.weights_proj = weights["wq_b.weight"], weights["weights_proj.weight"]
 
-    def __call__(self, q, w, step: Step, keys: mx.array, turn):
+    def __call__(self, q, w, step: Step, keys: mx.array, turns: Turns):
         """The products q [N, Hi * Di] and w [N, Hi] -> what `ops.index_select` gives."""
         config, k = self.config, self.config.index_topk
+        turn = turns.rows[True]
         # Of the published scale d^-1/2 H^-1/2 no choice depends.
         if step.rows > FEW:
             q = ops.rope(q.reshape(*w.shape, -1), turn)
             q = ops.round_index(q) if config.round_index else q
             ready = [(step.position + i + 1) // 4 for i in range(step.rows)]
             return ops.index_select(q, w, keys[: ready[-1]], ready, k)
-        ready = step.ready(4)
-        scores = ops.index_scores(q, turn, w, keys, ready, rounded=config.round_index)
-        return ops.index_best(scores, ready, k)
+        scores = ops.index_scores(q, turn, w, keys, turns.ready, rounded=config.round_index)
+        return ops.index_best(scores, turns.ready, k)
 
 
 class MoE:

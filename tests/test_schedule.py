@@ -60,7 +60,7 @@ class Machine:
         self.awaited, self.waits = int(earlier), self.waits + 1
         return fetch(*arrays)
 
-    def __call__(self, ids, state):
+    def __call__(self, ids, state, submit=None):
         self.work(1 + (self.costs[0] - 1) * (len(ids) - 1) / BLOCK, len(ids))
         streams = state.position + mx.arange(len(ids))
         state.advance(len(ids))
@@ -103,7 +103,7 @@ class Gpu(Machine):
         super().build(kind)
         self.built += self.now
 
-    def __call__(self, ids, state):
+    def __call__(self, ids, state, submit=None):
         n, p = len(ids), state.position
         closing = [(p + n) // r - p // r for r in (4, 128)]
         self.work(self.plain if n == 1 else self.verify[n - 1], (n, *closing))
@@ -439,7 +439,7 @@ class Table(Machine):
         self.table = mx.array(np.random.default_rng(4).normal(0, 1.5, (6, 6)), mx.float32)
         self.config = SimpleNamespace(vocab_size=6, dspark_block_size=2)
 
-    def __call__(self, ids, state):
+    def __call__(self, ids, state, submit=None):
         state.advance(len(ids))
         return ids, ids
 

@@ -362,10 +362,11 @@ def test_a_step_that_compiles_keeps_one_graph_a_kind_and_thread():
     with patch.object(mx, "compile", lambda run: built.append(run) or original(run)):
         steps()
         steps()
-        assert len(built) == 2
+        graphs = len(built) // 2
+        assert len(built) == 2 * (1 + len(model.stretches))
         with ThreadPoolExecutor(1) as pool:
             pool.submit(steps).result()
-    assert len(built) == 4
+    assert len(built) == 4 * graphs
 
 
 def test_logits_of_few_rows_are_one_graph_a_number_of_rows():
@@ -390,3 +391,12 @@ def test_a_chunk_is_evaluated_sublayer_by_sublayer_and_comes_out_the_same():
     got, _ = model(part, Cache(model.config, 64), lambda *arrays: held.append(arrays))
     assert_same(got, want)
     assert len(held) == 2 * model.config.num_hidden_layers
+
+
+def test_a_step_of_graphs_is_handed_over_stretch_by_stretch():
+    model, handed = flash(layers=8, seed=None), []
+    assert [len(layers) for layers in model.stretches] == [2, 4, 2]
+    with metal.traced(Counter()):
+        x, _ = model(mx.array([1]), Cache(model.config, 8), submit=handed.append)
+    assert len(handed) == 3
+    assert handed[-1] is x

@@ -28,9 +28,10 @@ from ..msl import cuda
 
 # On CUDA, MLX submits its graph after 400 MB of arrays that launches touch, and counts all experts
 # of a matrix: after nearly each launch. Its own variables are the only way to tell it otherwise.
+# More launches a graph cost the host no less, and what waits for them waits for the first graph.
 if sys.platform == "linux":
     os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "100000")
-    os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "100")
+    os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "25")
 
 _SOURCES = files("ds4mlx") / "metal"
 _HAS_GPU = mx.metal.is_available() or mx.cuda.is_available()  # asked 200 times a token

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence  # noqa: E402
 
 import mlx.core as mx  # noqa: E402
 
-from ds4mlx import ops  # noqa: E402
 from ds4mlx.bench import _commit  # noqa: E402
 from ds4mlx.cache import Cache, Step  # noqa: E402
 from ds4mlx.check import Recorder  # noqa: E402
@@ -249,8 +248,8 @@ def errors(
     it, as a share of the norm of what the reference's sublayer has added to them.
     """
     step = Step.of(target.config, cache.position, ids.shape[0])
-    turns = Turns(step, target.freqs)
-    x = mx.repeat(ops.embed(ids, target.embed)[:, None], target.config.hc_mult, axis=1)
+    turns = Turns.of(step, target.freqs)
+    x = target.streams(ids)
     part, mixtures = None, (m for layer in target.layers for m in (layer.hc_attn, layer.hc_ffn))
     next(mixtures)
     for i, (layer, state) in enumerate(zip(target.layers[:layers], cache.layers, strict=False)):
