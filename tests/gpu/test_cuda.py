@@ -4,11 +4,20 @@ On a machine with an NVIDIA GPU: pip install 'ds4mlx[cuda]' pytest; pytest tests
 """
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from ds4mlx.errors import Ds4Error
+from ds4mlx.ops import metal
+from ds4mlx.ops.attention_shares import attention_shares
+from ds4mlx.ops.experts import experts_reference
+from ds4mlx.ops.experts_grouped import experts_grouped
+from tests.close import assert_close
 from tests.metal.cases import all_cases, on_gpu
 from tests.metal.test_faults import SOURCE, Planted
+from tests.ops.matrices import matrix
+from tests.ops.test_attention_shares import ARGUMENTS, make
+from tests.ops.test_experts_grouped import LIMIT, routing
 
 pytestmark = pytest.mark.skipif(
     not (mx.cuda.is_available() or mx.metal.is_available()),
@@ -20,6 +29,31 @@ CASES = all_cases()
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_matches_reference_and_rows_equal_rows_alone(name):
     CASES[name].verify(on_gpu)
+
+
+@pytest.mark.parametrize("sizes", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_the_shares_of_prefills_attention_match_their_reference(sizes):
+    arguments = make(*sizes)
+    with metal.reference():
+        want = [a for a in attention_shares(*arguments) if a is not None]
+    with on_gpu():
+        got = [a for a in attention_shares(*arguments) if a is not None]
+    for g, w in zip(got, want, strict=True):
+        assert_close(g, np.array(w), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("types", [("IQ2_XXS", "Q2_K"), ("MXFP4", "MXFP4"), ("Q8_0", "Q8_0")])
+def test_prefills_experts_match_their_reference(types):
+    """Products are of float16 there, summed in float32."""
+    up, down = types
+    w = [matrix(up, 5, 256, 512), matrix(up, 5, 256, 512, seed=1), matrix(down, 5, 512, 256)]
+    n = 300
+    ids, x = routing("spread", n), mx.random.normal((n, 512)) / 64
+    weights = mx.random.uniform(shape=(n, 2))
+    want = np.array(experts_reference(x, ids, weights, *w, LIMIT))
+    with on_gpu():
+        got = experts_grouped(x, ids, weights, *w, LIMIT)
+    assert_close(got, want, atol=4e-3 * np.abs(want).max())
 
 
 def test_a_kernel_with_barriers_and_simd_operations_comes_out_as_on_the_cpu():
