@@ -21,12 +21,20 @@ _ATTRIBUTES = {
 
 
 def translate(kernel, inputs, template: dict, dtypes) -> tuple[str, str]:
-    """Header and source of the CUDA kernel, whose arrays are called NAME_p."""
+    """Header and source of the CUDA kernel, whose arrays are called NAME_p.
+
+    Of a template with THREADS and RESIDENT each thread gets as many registers as leave room for
+    RESIDENT threadgroups of THREADS threads on a multiprocessor.
+    """
     shim = "".join((files("ds4mlx.msl") / name).read_text() for name in ("core.h", "cuda.h"))
     text = function(kernel, inputs, template, dtypes, dialect=CUDA, attribute=_attribute)
     arguments = [f"{n}_p" for n in kernel.inputs]
     arguments += [f"{n}_p_shape.data()" for n in shaped(kernel, inputs)]
     arguments += [f"{n}_p" for n in kernel.outputs]
+    if "RESIDENT" in template:
+        # MLX writes the kernel's head itself, behind this.
+        bounds = f"__launch_bounds__({template['THREADS']}, {template['RESIDENT']})"
+        text += f"#undef __global__\n#define __global__ __attribute__((global)) {bounds}\n"
     return shim + text, f"metal::{kernel.name}_call({', '.join(arguments)});"
 
 

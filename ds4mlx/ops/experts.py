@@ -9,7 +9,15 @@ from ..packed import Matrix, Packed
 from ..rows import FEW, each_row
 from . import metal
 from .dequantize import NATIVE, arrays, dequantize, kind, readers
-from .experts_down import blocks, experts_down, experts_down_reference, gather, takes, tiling
+from .experts_down import (
+    blocks,
+    bounds,
+    experts_down,
+    experts_down_reference,
+    gather,
+    takes,
+    tiling,
+)
 from .experts_grouped import experts_grouped
 from .hc_expand import Back, Streams, written
 from .mlp import mlp, mlp_reference, swiglu
@@ -95,6 +103,7 @@ def _launch(x, K: int, choice: dict[str, mx.array], both, limit: float, scale: f
     tile, places, chooses = tiling(F), K + len(both) - 1, "bias" in choice
     kernel = _kernel(limit, tuple(choice), scale, *(kind(gate) for gate, _ in both))
     template = {"D": D, "F": F, "K": K, "PLACES": places, "T": tile}
+    template |= bounds(32 * blocks(D), *(w for pair in both for w in pair))
     if "logits" in choice:
         template["E"] = choice["logits"].shape[1]
     return kernel(

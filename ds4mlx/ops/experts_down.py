@@ -36,6 +36,7 @@ def experts_down(
     split = blocks(F) if places * blocks(F) <= _SIMDGROUPS else 1
     threads = 32 * places * split
     template = {"D": D, "F": F, "K": K, "PLACES": places, "SPLIT": split, "T": tile}
+    template |= bounds(threads, *both) if N > 1 else {}
     if back:
         channels = 4 if D % 16 else 16  # of a part: of the least tile
         template |= {"HC": back.x.shape[1], "C": channels}
@@ -95,6 +96,16 @@ def blocks(columns: int) -> int:
 def tiling(rows: int, N: int = 1) -> int:
     """How many rows of weights a threadgroup takes: more where there are many threadgroups."""
     return 4 if rows % 16 else 16 if N == 1 or rows % 32 else 32
+
+
+def bounds(threads: int, *ws: Matrix) -> dict[str, int]:
+    """Of a template (`cuda.translate`): 72 registers a thread, enough for words of packed weights.
+
+    A compiler by itself takes 80, of which a threadgroup fewer fits, or spares them and moves loads
+    behind what they should overlap.
+    """
+    packed = all(isinstance(w, Packed) for w in ws)
+    return {"THREADS": threads, "RESIDENT": max(1, 896 // threads)} if packed else {}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Where the CUDA compiler finds a kernel's text."""
+"""Where the CUDA compiler finds a kernel's text, and what it is told of registers."""
 
 import os
 import re
@@ -6,9 +6,13 @@ import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
+import mlx.core as mx
 import pytest
 
+from ds4mlx.msl import cuda
 from ds4mlx.ops import metal
+from ds4mlx.ops.experts import experts
+from tests.ops.matrices import matrix
 
 
 def included(name: str, text: str) -> Path:
@@ -37,3 +41,28 @@ def test_a_folder_that_cuda_could_not_include_from_is_refused(tmp_path, monkeypa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / 'qu"ote'))
     with patch.object(metal, "_made", {}), pytest.raises(ValueError, match="with a quote in it"):
         included("planted_0", "")
+
+
+@pytest.mark.parametrize(
+    "type, rows, bounds",
+    [
+        ("IQ2_XXS", 1, ["(32, 28)", None]),
+        ("IQ2_XXS", 3, ["(32, 28)", "(64, 14)"]),
+        ("F16", 3, [None, None]),
+    ],
+)
+def test_experts_of_packed_weights_tell_cuda_how_many_threadgroups_shall_fit(type, rows, bounds):
+    w, found = matrix(type, 8, 256, 256), []
+
+    def launch(kernel, inputs, template, grid, group, shapes, dtypes):
+        header, _ = cuda.translate(kernel, inputs, template, dtypes)
+        told = re.search(r"\n#define __global__ .*__launch_bounds__(.*)\n", header)
+        found.append(told and told[1])
+        assert told is None or told[1].startswith(f"({group[0]},")
+        return [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+
+    with patch.object(metal, "launch", launch), patch.object(metal, "enabled", lambda: True):
+        experts(
+            mx.zeros((rows, 256)), mx.zeros((rows, 2), mx.uint32), mx.ones((rows, 2)), w, w, w, 1
+        )
+    assert found == bounds
