@@ -212,11 +212,16 @@ class Speculation:
             n = min(n, most)
         else:
             n = self._length(confidence)
-        proposed = self.clock()
+        proposed, begun = self.clock(), []
         tokens = block.tokens[: 1 + n]
+
+        def submit(streams):
+            mx.async_eval(streams)
+            begun.append(self.clock())
+
         # An id outside the vocabulary is no token that the target could choose, nor embed.
         known = mx.clip(tokens, 0, self.target.config.vocab_size - 1)
-        streams, taps = self.target(known, self.cache, submit=mx.async_eval)
+        streams, taps = self.target(known, self.cache, submit=submit)
         chosen = self.sampler(self.target.logits(streams))
         # All rows, that it be done before the host knows which stay.
         self.draft.extend(taps, self.context)
@@ -248,7 +253,8 @@ class Speculation:
         if self.report:
             self.report(record)
         if self.schedule:
-            seconds = proposed - start, launched - proposed, done - proposed - (resumed - launched)
+            idle = min([*begun, launched]) - proposed
+            seconds = proposed - start, idle, done - proposed - (resumed - launched)
             found = sure, self._cut(sure), n, accepted, ahead
             self.schedule.cycle_took(Cycle(*found, *seconds, traced=Graphs.traces > traces))
         went_on = yield from self._hand_out(drafts[:accepted], accepted)

@@ -37,7 +37,7 @@ class Cycle:
     accepted: int
     ahead: bool  # verified unseen
     draft: float  # until the confidences were known; ahead: until the draft was launched
-    launch: float  # to launch the verification: while it waits for that, the device idles
+    launch: float  # until the verification's first layers are launched: the device waits for them
     verify: float  # the rest, with `launch`
     traced: bool = False  # a graph was traced and built meanwhile: the seconds are none of these
 

@@ -133,7 +133,7 @@ class Gpu(Machine):
 
 
 SMALL = 2.4, 1.0, (2.4, 2.6, 2.75, 2.9, 3.05, 3.2)  # the embedded pair on an H200
-FLASH = 11.0, 3.5, (11.0, 13.0, 15.2, 17.5, 19.8, 22.0)  # 43 layers of Flash's shapes
+FLASH = 6.4, 1.8, (7.7, 9.3, 11.3, 13.6, 15.3, 16.5)  # 43 layers of Flash's shapes
 
 
 def run(machine, tokens=500, confidence=0.1, schedule=True):

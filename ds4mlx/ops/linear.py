@@ -14,8 +14,8 @@ from .hc_expand import Back, Streams, written
 
 WIDENED = 1 << 26  # elements of a matrix that prefill widens at a time (256 MB of float32)
 _SIMDGROUPS = 8  # of a threadgroup of linear.metal
-# SETS of linear.metal, so that a lane reads 16 bytes of a row: faster from so many outputs on.
-_SETS, _ENOUGH = {"Q8_0": 4, "Q4_K": 8}, 4096
+# SETS of linear.metal, so that a lane reads 8 or 16 bytes of a row: faster from so many outputs on.
+_SETS, _ENOUGH = {"Q8_0": 4, "Q4_K": 4}, 4096
 _BUFFERS = 31  # that a Metal kernel takes
 
 
@@ -191,7 +191,7 @@ def _blocking(w: Matrix, rows: int, G: int) -> tuple[int, int, int]:
     """
     M = w.shape[0]
     sets = _SETS.get(kind(w), 1) if M >= _ENOUGH else 1
-    tile = 2 if sets == 8 or (sets > 1 and rows <= 2) else 4
+    tile = 2 if sets > 1 and rows <= 2 else 4
     tile = tile if tile <= M // G else 1
     return sets, tile, -(-(M // G) // (tile * sets * _SIMDGROUPS // _split(w)))
 

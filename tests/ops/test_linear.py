@@ -109,7 +109,7 @@ def test_products_of_one_launch_equal_those_of_several(rows):
 
 
 @pytest.mark.parametrize(
-    "type, enough, channels", [("Q8_0", 99, 4), ("Q8_0", 9, 8), ("Q4_K", 9, 16)]
+    "type, enough, channels", [("Q8_0", 99, 4), ("Q8_0", 9, 8), ("Q4_K", 9, 8)]
 )
 def test_a_product_written_back_is_the_product_and_then_hc_expand(
     type, enough, channels, monkeypatch
