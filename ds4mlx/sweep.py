@@ -32,7 +32,7 @@ TITLES = (
 )  # fmt: skip
 ACCEPTANCE = (0.85, 0.62, 0.0)  # a position: published for code, published for all, none
 _PASSES = 4  # at most, to build the graphs of a text
-_ROUNDS = 3  # of plain and drafted text in turn
+_ROUNDS = 5  # of plain and drafted text in turn
 
 
 @dataclass

@@ -172,6 +172,7 @@ METAL_FUNC void attention_merge(
   int h = group.y;
   int n = group.z;
   int at = 32 * group.x + lane;  // which four channels
+  float sunk = sink[h];
   const device float4* from = (const device float4*)part;
   float4 some[DEEP];
 #pragma unroll
@@ -186,10 +187,10 @@ METAL_FUNC void attention_merge(
     const device float* own = stat + 2 * ((n * SPLITS + lane) * H + h);
     bool filled = int(lane) * size < keys;
     float top = filled ? own[0] : -INFINITY;
-    float highest = max(simd_max(top), sink[h]);
+    float highest = max(simd_max(top), sunk);
     float weight = exp(top - highest);
     float total = simd_sum(filled ? own[1] * weight : 0);
-    weights[lane] = weight / (total + exp(sink[h] - highest));
+    weights[lane] = weight / (total + exp(sunk - highest));
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   float4 sum = 0;

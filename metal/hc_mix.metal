@@ -122,16 +122,23 @@ METAL_FUNC void hc_mix_finish(
     uint lane) {
   constexpr uint M = (2 + HC) * HC;
   constexpr uint THREADS = 32 * SIMDGROUPS;
-  // A thread's channels are under way while the coefficients are made.
+  // A thread's channels are under way while the coefficients are made, and so
+  // are all weights: no cache holds them.
   float ahead[AHEAD][HC];
+  float gain[AHEAD];
 #pragma unroll
   for (uint i = 0; i < AHEAD; i++) {
     uint d = min(THREADS * i + 32 * sg + lane, D - 1);
+    gain[i] = for_y ? float(norm[d]) : 0;
 #pragma unroll
     for (uint j = 0; j < HC; j++) {
       ahead[i][j] = for_y ? x[(n * HC + j) * D + d] : 0;
     }
   }
+  uint gate = lane % (2 * HC);
+  uint entry = lane % (HC * HC);
+  float2 line = float2(scale[gate / HC], base[gate]);
+  float2 entry_line = float2(scale[2], base[2 * HC + entry]);
   uint value = min(lane, M);
   float sum = 0;
   // Loads of a batch are under way together; past the end they add nothing.
@@ -157,8 +164,7 @@ METAL_FUNC void hc_mix_finish(
       sum += sums[32 * s + lane];
     }
     float scaled = rsqrt(simd_shuffle(sum, M) / (HC * D) + norm_eps);
-    uint gate = lane % (2 * HC);
-    float m = simd_shuffle(sum, gate) * scaled * scale[gate / HC] + base[gate];
+    float m = simd_shuffle(sum, gate) * scaled * line.x + line.y;
     float sigmoid = 1 / (1 + exp(-m));
     if (for_y) {
       if (lane < HC) {
@@ -168,9 +174,8 @@ METAL_FUNC void hc_mix_finish(
       if (lane >= HC && lane < 2 * HC) {
         post[n * HC + lane - HC] = 2 * sigmoid;
       }
-      uint entry = lane % (HC * HC);
-      float a = simd_shuffle(sum, 2 * HC + entry) * scaled * scale[2] +
-                base[2 * HC + entry];
+      float a = simd_shuffle(sum, 2 * HC + entry) * scaled * entry_line.x +
+                entry_line.y;
       a = hc_mix_sinkhorn<HC, ITERATIONS>(a, hc_eps);
       if (lane < HC * HC) {
         comb[n * HC * HC + lane] = a;
@@ -207,7 +212,7 @@ METAL_FUNC void hc_mix_finish(
   for (uint i = 0; i < AHEAD; i++) {
     uint d = THREADS * i + 32 * sg + lane;
     if (d < D) {
-      y[n * D + d] = z[i] * scaled * norm[d];
+      y[n * D + d] = z[i] * scaled * gain[i];
     }
   }
 }

@@ -111,9 +111,12 @@ METAL_FUNC void latents_row(
     uint lane) {
   constexpr int BLOCKS = (D + 511) / 512;
   float2 v[BLOCKS];
+  float2 gain[BLOCKS];  // under way meanwhile: no cache holds them
   float squares = 0;
   for (int b = 0; b < BLOCKS; b++) {
     uint d = 64 * (8 * b + sg) + lane;
+    gain[b].x = d < D ? float(norm[d]) : 0;
+    gain[b].y = d + 32 < D ? float(norm[d + 32]) : 0;
     v[b].x = d < D ? latents_channel(from, d) : 0;
     v[b].y = d + 32 < D ? latents_channel(from, d + 32) : 0;
     squares += v[b].x * v[b].x;
@@ -133,7 +136,7 @@ METAL_FUNC void latents_row(
     uint first = 64 * (8 * b + sg);
     for (int i = 0; i < 2; i++) {
       uint d = first + 32 * i + lane;
-      float own = v[b][i] * scale * (d < D ? float(norm[d]) : 0);
+      float own = v[b][i] * scale * gain[b][i];
       float other = simd_shuffle_xor(own, 1);
       if (R > 0 && d >= D - R && d < D) {
         uint r = d - (D - R);
@@ -163,10 +166,22 @@ METAL_FUNC void latents_keep(
     device float* out,  // [2 * WIDTH]
     uint tid) {
   latents_window w = from.rows;
-  for (int d = tid; d < w.WIDTH; d += 256) {
-    float2 kept = latents_candidate(from, w.position + n, d);
-    out[d] = kept.x;
-    out[w.WIDTH + d] = kept.y;
+  constexpr int AHEAD = 4;  // loads that are under way before the first store
+  for (int start = tid; start < w.WIDTH; start += 256 * AHEAD) {
+    float2 kept[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      int d = min(start + 256 * i, w.WIDTH - 1);
+      kept[i] = latents_candidate(from, w.position + n, d);
+    }
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      int d = start + 256 * i;
+      if (d < w.WIDTH) {
+        out[d] = kept[i].x;
+        out[w.WIDTH + d] = kept[i].y;
+      }
+    }
   }
 }
 
@@ -180,12 +195,18 @@ METAL_FUNC void latents_copy(
     uint N,
     uint share,
     uint tid) {
+  float old[COPIED / 256];
+#pragma unroll
+  for (uint i = 0; i < COPIED / 256; i++) {
+    uint at = COPIED * share + 256 * i + tid;
+    old[i] = ring[min(at, CAP * W - 1)];
+  }
 #pragma unroll
   for (uint i = 0; i < COPIED / 256; i++) {
     uint at = COPIED * share + 256 * i + tid;
     uint after = (at / W + CAP - position % CAP) % CAP;
     if (at < CAP * W && after >= N) {
-      held[at] = ring[at];
+      held[at] = old[i];
     }
   }
 }
