@@ -49,7 +49,7 @@ class Ring:
         return mx.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """(index, count) of the one or two stretches that hold these positions."""
+        """(index, count) of the one or two pieces that hold these positions."""
         capacity = self.rows.shape[0]
         assert stop - start <= capacity, (start, stop, capacity)
         at = start % capacity
@@ -112,9 +112,9 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Step:
-    """Where a block of rows stands; a compiled step knows its position as an array only."""
+    """A block of rows: where it begins, and what it closes and selects."""
 
-    position: int | mx.array | None  # of its first row; None: whoever asks has its Turns
+    position: int | mx.array | None  # in a graph an array, or only in the Turns made of it
     rows: int
     closing: dict[int, int]  # by ratio: how many windows close
     selecting: bool  # there are more entries than an indexer lets through
@@ -127,8 +127,13 @@ class Step:
 
     @property
     def kind(self) -> tuple[int, tuple[tuple[int, int], ...], bool]:
-        """All but the position: steps of a kind are one graph."""
+        """All but the position: steps of a kind share their graphs."""
         return self.rows, tuple(self.closing.items()), self.selecting
+
+    @classmethod
+    def of_kind(cls, position: mx.array | None, rows: int, closing, selecting: bool) -> "Step":
+        """`kind`, with a position again."""
+        return cls(position, rows, dict(closing), selecting)
 
     def windows(self, ratio: int) -> mx.array | None:
         """First positions [n] int32 of the windows that close; None if none does."""
@@ -204,7 +209,7 @@ class Cache(Sequence):
         return [a for layer in self.layers for a in layer.arrays()]
 
     def replace(self, arrays: Iterable[mx.array]):
-        """Put `arrays`, in the order of `arrays`, in their places."""
+        """Put `arrays`, in the order of the method of that name, in their places."""
         replace(self.layers, arrays)
 
     def live(self) -> list[mx.array]:

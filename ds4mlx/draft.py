@@ -121,8 +121,7 @@ class Draft:
         """anchor [1] -> ids [N] of the anchor and noise, and their streams [N, HC, D]."""
         noise = [self.config.dspark_noise_token_id] * (self.config.dspark_block_size - 1)
         ids = mx.concatenate([anchor, mx.array(noise, mx.int32)])
-        e = ops.embed(ids, self.target.embed)
-        return ids, mx.repeat(e[:, None], self.target.config.hc_mult, axis=1)
+        return ids, self.target.streams(ids)
 
     def collapse(self, x: mx.array) -> mx.array:
         """Streams [N, HC, D] -> [N, D] before the last norm."""

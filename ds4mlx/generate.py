@@ -62,12 +62,12 @@ def paced(done: Callable[[int], None]) -> Callable:
     """
     before, calls = [], count(1)
 
-    def pace(*arrays, part: bool = False):
+    def pace(*arrays, within: bool = False):
         mx.async_eval(arrays)
         if before:
             mx.eval(before.pop())
         before.append(arrays)
-        if not part:
+        if not within:
             done(next(calls))
 
     return pace
@@ -223,7 +223,7 @@ class Speculation:
         known = mx.clip(tokens, 0, self.target.config.vocab_size - 1)
         streams, taps = self.target(known, self.cache, submit=submit)
         chosen = self.sampler(self.target.logits(streams))
-        # All rows, that it be done before the host knows which stay.
+        # All rows, so that it waits for no answer of the host: `rewind` forgets the rejected ones.
         self.draft.extend(taps, self.context)
         mx.async_eval(chosen, tokens, confidence, self.cache.arrays(), self.context.arrays())
         launched = self.clock()
@@ -253,8 +253,8 @@ class Speculation:
         if self.report:
             self.report(record)
         if self.schedule:
-            idle = min([*begun, launched]) - proposed
-            seconds = proposed - start, idle, done - proposed - (resumed - launched)
+            launch = (*begun, launched)[0] - proposed
+            seconds = proposed - start, launch, done - proposed - (resumed - launched)
             found = sure, self._cut(sure), n, accepted, ahead
             self.schedule.cycle_took(Cycle(*found, *seconds, traced=Graphs.traces > traces))
         went_on = yield from self._hand_out(drafts[:accepted], accepted)

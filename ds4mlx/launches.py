@@ -25,12 +25,12 @@ def launches(target: Target, rows: int = 1, position: int = 2048) -> Counter:
     graphs are as `Target` keeps them, so no GPU is needed, and weights may be hollow.
     """
     cache, kernels = Cache(target.config, position + rows), Counter()
-    state = [mx.broadcast_to(mx.array(0.0), a.shape) for a in cache.arrays()]
+    cache.replace([mx.broadcast_to(mx.array(0.0), a.shape) for a in cache.arrays()])
     ids = mx.broadcast_to(mx.array(0, mx.int32), (rows,))
-    cache.replace(state)
+    step = Step.of(target.config, position, rows)
+    fresh = Graphs(target.graph)  # launches are counted while a graph is traced
     with metal.traced(kernels):
-        step, fresh = Step.of(target.config, position, rows), Graphs(target.graph)
-        results = target.launch(ids, step, cache, graphs=fresh)  # counted while they are traced
+        results = target.by_graphs(ids, step, cache, graphs=fresh)
     return kernels + graph_primitives([*results, *cache.arrays()])
 
 

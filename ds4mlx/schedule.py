@@ -212,7 +212,7 @@ class Schedule:
         return (self.draft.value or 0.0) + self._verify_cost(n)
 
     def _unseen_cost(self, n: int) -> float:
-        """Seconds of a cycle that verifies n unseen: measured, or what it saves is no launch."""
+        """Seconds of a cycle that verifies n unseen: measured, or a look's less its launch."""
         if (known := self.ahead[n].value) is not None:
             return known
         guess = lambda k: self._seen_cost(k) - (self.launch.value or 0.0)  # noqa: E731

@@ -110,14 +110,14 @@ class Sweep:
             if fill:
                 cache = filled(Cache(target.config, ctx + more), ctx - 1)
                 context = context and filled(self.draft.cache(), ctx - 1)
-            begin, stretch = time.perf_counter(), ids[cache.position : ctx]
+            begin, prompt = time.perf_counter(), ids[cache.position : ctx]
             for streams, _ in prefill(  # noqa: B007
-                target, stretch, cache, chunk=self.chunk, draft=self.draft, context=context
+                target, prompt, cache, chunk=self.chunk, draft=self.draft, context=context
             ):
                 pass
             seconds = time.perf_counter() - begin
             if not fill:
-                point.prefill_tokens_per_second = len(stretch) / seconds
+                point.prefill_tokens_per_second = len(prompt) / seconds
             self._measure(point, streams, cache, context, tokens)
             yield point
             ctx = ctx + incr if incr else max(ctx + 1, round(ctx * mul))

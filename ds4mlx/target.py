@@ -1,7 +1,7 @@
 """The target: DeepSeek V4's forward pass, for one token, a block or a chunk of prefill."""
 
 from collections.abc import Callable, Iterator
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 from weakref import proxy
 
@@ -15,7 +15,9 @@ from .packed import Matrix, Packed
 from .rows import FEW
 from .weights import Weights
 
-_STRETCHES = (2, 4, 12)  # layers of the graphs of a step; another has the rest
+# Layers at which a step's graphs end; one more has the rest. A device that waits for the step is
+# busy with one while the next, longer one is built.
+_ENDS = (2, 6, 18)
 
 
 class Target:
@@ -35,8 +37,8 @@ class Target:
         self.norm = weights["norm.weight"]
         self.head = weights["head.weight"]
         self.freqs = {r: config.rope_freqs(compressed=r) for r in (False, True)}
-        ends = [n for n in accumulate(_STRETCHES) if n < len(self.layers)]
-        self.stretches = [range(*ends) for ends in pairwise([0, *ends, len(self.layers)])]
+        ends = [0, *(n for n in _ENDS if n < len(layers)), len(layers)]
+        self.stretches = [range(*pair) for pair in pairwise(ends)]
         self._steps, self._readers = Graphs(self.graph), Graphs(self.reader)
         weights.finish()
 
@@ -51,24 +53,24 @@ class Target:
 
         taps [N, T * D]: the mean over the streams of each tap layer's output, which the draft
         reads. The cache advances by N. Both are float32. pace: called with the arrays that each
-        sublayer of a step that is not made of graphs leaves, to be evaluated, and with `part=True`
-        with those that a part of one leaves. submit: called with the streams after each graph of
-        one that is, so that a device which waits for this step begins while it is built.
+        sublayer of a step that is not made of graphs leaves, to be evaluated, and `within=True`
+        with those that a piece of one leaves. submit: called with the streams after each stretch
+        of layers of one that is: a device which waits for it begins while the rest is built.
         """
         step = Step.of(self.config, cache.position, ids.shape[0])
         # A scatter on a GPU would write beyond the entries.
         assert step.position + step.rows <= cache.ctx, (step.position, step.rows, cache.ctx)
         if step.rows <= FEW and self.compiles:
-            x, taps = self.launch(ids, step, cache, submit)
+            x, taps = self.by_graphs(ids, step, cache, submit)
         else:
             x, taps = self.forward(ids, step, cache, pace)
         cache.advance(step.rows)
         return x, taps
 
-    def launch(
+    def by_graphs(
         self, ids, step: Step, cache: Cache, submit=None, graphs: Graphs | None = None
     ) -> tuple[mx.array, mx.array]:
-        """As `forward`, by graphs: those that are kept, or others of `graph`."""
+        """As `forward`, by the kept graphs, or by others of `graph`: a few for a step."""
         graphs = graphs or self._steps
         x, turns = graphs(None, *step.kind)(ids, mx.array(step.position))
         part, taps = None, []
@@ -79,14 +81,13 @@ class Target:
                 ids, turns, x, part, taps, [a for layer in held for a in layer.arrays()]
             )
             replace(held, arrays)
-            del arrays
             if submit:
                 submit(x)
         return x, taps
 
     @property
     def compiles(self) -> bool:
-        """Whether a step can be one graph: attention's reference has to know its position."""
+        """Whether steps can be graphs: attention's reference has to know its position."""
         config = self.config
         return ops.compiles() and ops.attends(config.head_dim, config.qk_rope_head_dim)
 
@@ -96,7 +97,7 @@ class Target:
         for i, op, x in self.sublayers(ids, step, cache, pace):
             if pace:
                 pace(x, cache.layers[i].arrays())
-            if self._taps(i, op):
+            if self._tapped(i, op):
                 taps.append(x)
         return x, self._mean(taps)
 
@@ -122,7 +123,7 @@ class Target:
         """ids [N] -> the streams [N, HC, D] before the first layer."""
         return mx.repeat(ops.embed(ids, self.embed)[:, None], self.config.hc_mult, axis=1)
 
-    def _taps(self, i: int, op: str) -> bool:
+    def _tapped(self, i: int, op: str) -> bool:
         return op == "ffn" and i in self.config.dspark_target_layer_ids
 
     def _mean(self, taps: list[mx.array]) -> mx.array:
@@ -133,23 +134,22 @@ class Target:
         """Of steps of a kind (`Step.kind`): how they begin, or some of their layers."""
         return self.start(*kind) if layers is None else self.stretch(layers, *kind)
 
-    def start(self, rows: int, closing: tuple[tuple[int, int], ...], selecting: bool) -> Callable:
+    def start(self, *kind) -> Callable:
         """How all steps of a kind begin: (ids, position) -> the streams, and their Turns."""
         me = proxy(self)
 
         def run(ids, position):
-            step = Step(position, rows, dict(closing), selecting)
+            step = Step.of_kind(position, *kind)
             return me.streams(ids), Turns.of(step, me.freqs)
 
         return compiled(run)
 
-    def stretch(
-        self, layers: range, rows: int, closing: tuple[tuple[int, int], ...], selecting: bool
-    ) -> Callable:
+    def stretch(self, layers: range, *kind) -> Callable:
         """Some layers of all steps of a kind, as one graph.
 
-        (ids, turns, x, part, taps, state) -> x, part, taps, state; x and part as an op with
-        `ops.Back` gives them, taps the streams that are kept, and at last what `forward` gives.
+        (ids, turns, x, part, taps, arrays) -> x, part, taps, arrays; x and part as an op with
+        `ops.Back` gives them, arrays those of the layers' state. taps: a list of the tap layers'
+        streams [N, HC, D] so far; the last stretch gives [N, T * D], as `forward`.
         """
         me = proxy(self)
 
@@ -157,9 +157,9 @@ class Target:
             ratios = me.config.compress_ratios
             states = [LayerCache(me.config, ratios[i], 1) for i in layers]
             replace(states, arrays)
-            step = Step(None, rows, dict(closing), selecting)
+            step = Step.of_kind(None, *kind)
             found = [*me._sublayers(layers, ids, Turns(*turns), x, part, step, states)]
-            taps = [*taps, *(x for i, op, x, _ in found if me._taps(i, op))]
+            taps = [*taps, *(x for i, op, x, _ in found if me._tapped(i, op))]
             _, _, x, part = found[-1]
             last = layers.stop == len(me.layers)
             arrays = [a for state in states for a in state.arrays()]
@@ -195,27 +195,27 @@ class Target:
 
 
 class Turns(NamedTuple):
-    """Where a step's rows stand, and what all layers compute of that (model 6).
+    """What all layers compute of a step's position, once: rotations (model 6) and places.
 
-    A window that closes is rotated as its first position. Lists go by the ratios of `closing`.
+    Rotations are complex64 [., R / 2]; a window that closes is rotated as its first position.
     """
 
-    position: int | mx.array  # of the first row, as ops.placed
-    rows: tuple[mx.array, mx.array]  # rotations: of window layers, of compressed ones
-    windows: list[mx.array | None]
-    closed: list[slice | mx.array]  # where their entries go
-    ready: mx.array  # [N]: how many entries of ratio 4 each row may read
+    position: int | mx.array  # of the first row; in a graph as ops.placed gives it
+    rows: dict[bool, mx.array]  # whether a layer is compressed -> rotations of the N rows
+    windows: dict[int, mx.array | None]  # ratio -> those of the n windows that close; None: none
+    closed: dict[int, slice | mx.array]  # ratio -> where their entries go, [n] int32
+    ready: mx.array  # [N] int32, in a graph 4 or more: entries of ratio 4 that each row may read
 
     @classmethod
     def of(cls, step: Step, freqs: dict[bool, mx.array]) -> "Turns":
         at = step.position
         positions = at + mx.arange(step.rows)
-        firsts = [step.windows(ratio) for ratio in step.closing]
+        firsts = {ratio: step.windows(ratio) for ratio in step.closing}
         return cls(
             at if isinstance(at, int) else ops.placed(at),
-            tuple(ops.rotation(positions, freqs[r]) for r in (False, True)),
-            [None if f is None else ops.rotation(f, freqs[True]) for f in firsts],
-            [step.closed(ratio) for ratio in step.closing],
+            {compressed: ops.rotation(positions, f) for compressed, f in freqs.items()},
+            {r: None if f is None else ops.rotation(f, freqs[True]) for r, f in firsts.items()},
+            {ratio: step.closed(ratio) for ratio in step.closing},
             step.ready(4),
         )
 
@@ -277,7 +277,6 @@ class Attention:
     def __call__(self, x, step: Step, cache: LayerCache, turns: Turns, back: ops.Back):
         """The row x [N, D] -> the streams after attention, and perhaps their part: `ops.Back`."""
         turn, position, indexer = turns.rows[bool(self.ratio)], turns.position, self.indexer
-        closing = [*step.closing].index(self.ratio) if self.ratio else None
         queries = [self.wq_b]
         inputs = [self.wq_a, self.wkv, *(w for c in self.compressors for w in (c.wkv, c.wgate))]
         if indexer and step.selecting:
@@ -289,7 +288,7 @@ class Attention:
                 *products[2 * i : 2 * i + 2],
                 c.ape,
                 c.norm,
-                turns.windows[closing],
+                turns.windows[self.ratio],
                 self.ratio,
                 c.rounded,
             )
@@ -299,7 +298,7 @@ class Attention:
         if indexer and len(entries) > 1 and self.config.round_index:
             entries[1] = ops.round_index(entries[1])
         if entries:
-            cache.write_entries(turns.closed[closing], entries)
+            cache.write_entries(turns.closed[self.ratio], entries)
         q, *index_q = ops.beside(qr, queries)
         selected = None
         if indexer and step.selecting:
@@ -308,7 +307,7 @@ class Attention:
         cache.write(step, rows)
         return out
 
-    def latents(self, q, kv, turns, pools, ring, position):
+    def latents(self, q, kv, turn, pools, ring, position):
         """As `ops.latents`: the products [N, Rq] and [N, Dh] -> qr, rows and entries."""
         config = self.config
         return ops.latents(
@@ -316,7 +315,7 @@ class Attention:
             kv,
             self.q_norm,
             self.kv_norm,
-            turns,
+            turn,
             pools,
             ring,
             position,

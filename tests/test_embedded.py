@@ -157,7 +157,7 @@ def fed(model, ids, plan, *, kernels=False):
         block = mx.array(ids[at : at + rows], mx.int32)
         if kernels:
             with executed("guard"), untraced(model):
-                streams, _ = model.launch(block, step, cache)
+                streams, _ = model.by_graphs(block, step, cache)
                 outputs.append(model.logits(streams))
         else:
             outputs.append(model.logits(model.forward(block, step, cache)[0]))

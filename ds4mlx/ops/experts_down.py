@@ -99,7 +99,7 @@ def tiling(rows: int, N: int = 1) -> int:
 
 
 def bounds(threads: int, *ws: Matrix) -> dict[str, int]:
-    """Of a template (`cuda.translate`): 72 registers a thread, enough for words of packed weights.
+    """Of a template (`cuda.translate`): about 72 registers a thread, enough for packed words.
 
     A compiler by itself takes 80, of which a threadgroup fewer fits, or spares them and moves loads
     behind what they should overlap.

@@ -51,7 +51,7 @@ def experts_grouped(
         up = _launch(_gated(limit), gate, up, filled, weights, shape=shape, dtype=half, F=F)
         parts.append(product(up, w2))
         if pace:
-            pace(parts[-1], part=True)
+            pace(parts[-1], within=True)
     y = mx.concatenate(parts) if len(parts) > 1 else parts[0]
     return _launch(_sum, y, slots, shape=(N, D), dtype=mx.float32, D=D, K=K)
 

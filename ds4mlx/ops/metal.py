@@ -28,7 +28,7 @@ from ..msl import cuda
 
 # On CUDA, MLX submits its graph after 400 MB of arrays that launches touch, and counts all experts
 # of a matrix: after nearly each launch. Its own variables are the only way to tell it otherwise.
-# More launches a graph cost the host no less, and what waits for them waits for the first graph.
+# Longer CUDA graphs would save the host nothing, and the device idles until the first is full.
 if sys.platform == "linux":
     os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "100000")
     os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "25")

@@ -96,7 +96,7 @@ def test_each_piece_is_paced(monkeypatch):
             mx.ones((10, 2)),
             *w,
             LIMIT,
-            lambda y, part: seen.append((y.shape, part)),
+            lambda y, within: seen.append((y.shape, within)),
         )
     assert seen == [((3, GROUP, 64), True), ((1, GROUP, 64), True)]
 
@@ -125,7 +125,12 @@ def test_what_is_held_is_what_the_launches_and_the_products_make(monkeypatch):
 
         patch.setattr(metal, "launch", counted)
         experts_grouped(
-            mx.ones((n, D)), routing("spread", n, E), mx.ones((n, 2)), *w, LIMIT, lambda *_, part: 0
+            mx.ones((n, D)),
+            routing("spread", n, E),
+            mx.ones((n, 2)),
+            *w,
+            LIMIT,
+            lambda *_, within: 0,
         )
     B = groups(E, 2 * n)
     products = B * GROUP * (2 * F + 2 * D)  # gate, up, and y twice: in pieces and as one
