@@ -130,7 +130,7 @@ def test_a_forced_draft_adds_no_wait_to_a_cycle():
 
 
 def test_plain_and_drafted_text_are_timed_in_turn():
-    order, seconds = [], iter([9.0, 6.0, 3.0])
+    order, seconds = [], iter([9.0, 6.0, 3.0, 5.0, 7.0])
 
     def plain():
         order.append("plain")
@@ -141,7 +141,7 @@ def test_plain_and_drafted_text_are_timed_in_turn():
         return 2.5, 4.0
 
     assert alternated(plain, drafted) == (2.5, 1.5)
-    assert order == ["drafted"] * 2 + ["plain", "drafted"] * 3
+    assert order == ["drafted"] * 2 + ["plain", "drafted"] * 5
 
 
 def test_a_restored_state_rewinds_no_further_than_the_saved_one():
