@@ -15,7 +15,7 @@ from .cache import Cache, DraftCache
 from .config import TargetConfig
 from .download import TARGETS
 from .errors import Ds4Error, UsageError
-from .ops import PRODUCTS, QUERIES, SORTED, TILE, WIDENED
+from .ops import QUERIES, SORTED, TILE, WIDENED, scored
 from .ops.experts_grouped import held
 from .weights import loaded_bytes
 
@@ -145,7 +145,7 @@ def _workspace(c: TargetConfig, ctx: int, rows: int, matrix: int, kind: str) -> 
     chosen = min(c.index_topk, ctx // 4) if 4 in c.compress_ratios else 0
     attention = 4 * (
         3 * min(WIDENED, matrix)
-        + 3 * min(PRODUCTS, rows * c.index_n_heads * (ctx // 4) * (chosen > 0))
+        + 3 * min(scored(kind), rows * c.index_n_heads * (ctx // 4) * (chosen > 0))
         + rows * chosen * c.head_dim
         + 3 * QUERIES * c.num_attention_heads * (2 * c.sliding_window + max(wide, chosen))
         + 8 * rows * c.num_attention_heads * c.head_dim

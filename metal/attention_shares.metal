@@ -1,6 +1,6 @@
-// What the keys of a query weigh in prefill: exp(score * scale - top) of those
-// that it sees, 0 of the others, where top is the greatest of them and the
-// sink; and total = exp(sink - top) + their sum.
+// What the keys of a query weigh in prefill: exp(score * scale - top) / total
+// of those that it sees, 0 of the others, where top is the greatest of them and
+// the sink, and total = exp(sink - top) + their sum.
 //
 // Query q sees raw keys (own + q - WINDOW, own + q], and an entry j < ready[q],
 // or ids[q, j] < ready[q] where entries were SELECTED.
@@ -30,7 +30,6 @@ METAL_FUNC void attention_shares(
     I ids,                       // [n, B] of SELECTED
     device float* weights,       // [n, H, A]
     device float* more,          // [n, H, B]
-    device float* total,         // [n, H, 1]
     float scale,
     int own,
     uint3 sizes,  // H, A, B
@@ -58,16 +57,15 @@ METAL_FUNC void attention_shares(
     }
   }
   float highest = simd_max(top);
-  sum = simd_sum(sum * exp(top - highest));
-  if (lane == 0) {
-    total[row] = sum;
-  }
+  float part = 1 / simd_sum(sum * exp(top - highest));
   for (uint a = lane; a < A; a += 32) {
     bool seen = a >= start && a < end;
-    weights[row * A + a] = seen ? exp(scores[a] * scale - highest) : 0;
+    float share = exp(scores[a] * scale - highest) * part;
+    weights[row * A + a] = seen ? share : 0;
   }
   for (uint j = lane; j < B; j += 32) {
     bool seen = attention_seen<SELECTED>(ids, q * B, j, known);
-    more[row * B + j] = seen ? exp(others[j] * scale - highest) : 0;
+    float share = exp(others[j] * scale - highest) * part;
+    more[row * B + j] = seen ? share : 0;
   }
 }

@@ -12,7 +12,7 @@ from .hc_head import hc_head
 from .hc_mix import hc_mix
 from .index_best import index_best
 from .index_scores import index_scores
-from .index_select import PRODUCTS, index_select
+from .index_select import index_select, scored
 from .latents import Pool, latents
 from .linear import WIDENED, beside, linear, linears
 from .markov import markov
@@ -26,7 +26,6 @@ from .round_kv import round_kv
 from .route import Choice, route
 
 __all__ = [
-    "PRODUCTS",
     "QUERIES",
     "SORTED",
     "TILE",
@@ -64,4 +63,5 @@ __all__ = [
     "round_kv",
     "route",
     "routed",
+    "scored",
 ]

@@ -223,8 +223,8 @@ def _many(q, raw, sink, window, before, entries, ready, selected):
         own = len(keys) - n  # the place of the first query's own key
         most = ready[i + n - 1] if entries is not None else 0
         if not most:
-            weights, _, total = attention_shares(scores, sink, own, window, scale)
-            outputs.append(weights @ keys / total)
+            weights, _ = attention_shares(scores, sink, own, window, scale)
+            outputs.append(weights @ keys)
             continue
         if selected is None:
             some, ids = entries[: most + -most % _WHOLE], None
@@ -233,8 +233,8 @@ def _many(q, raw, sink, window, before, entries, ready, selected):
             ids = selected[i : i + n]
             some = gather_rows(entries, mx.minimum(ids, most - 1))  # [n, K, Dh]
             others = rows @ some.swapaxes(1, 2)
-        weights, more, total = attention_shares(
+        weights, more = attention_shares(
             scores, sink, own, window, scale, others, ready[i : i + n], ids
         )
-        outputs.append((weights @ keys + more @ some) / total)
+        outputs.append(weights @ keys + more @ some)
     return mx.concatenate(outputs)

@@ -1,4 +1,4 @@
-"""What the keys of a block of queries weigh in prefill: a masked softmax, not yet divided."""
+"""What the keys of a block of queries weigh in prefill: a masked softmax, with a sink."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -17,10 +17,9 @@ def attention_shares(
     others: mx.array | None = None,
     ready: Sequence[int] = (),
     ids: mx.array | None = None,
-) -> tuple[mx.array, mx.array | None, mx.array]:
-    """scores [n, H, A], sink [H], others [n, H, B] float32 -> exp of scores and others times
-    `scale`, less the greatest of a row and its sink, 0 where a query does not see; and their sum
-    with the sink's, [n, H, 1].
+) -> tuple[mx.array, mx.array | None]:
+    """scores [n, H, A], sink [H], others [n, H, B] float32 -> the softmax of both times `scale`
+    and of the sink, of which that is left out; 0 where a query does not see.
 
     Of raw keys query q sees (own + q - window, own + q]; of entries those below ready[q], by
     their place or, where they were selected, by ids [n, B] uint32. The kernel takes scores and
@@ -32,7 +31,7 @@ def attention_shares(
         return attention_shares_reference(scores, sink, own, window, scale, others, ready, ids)
     entries = (others, mx.array(ready, mx.uint32)) if B else ()
     selected = () if ids is None else (ids,)
-    weights, total, *more = _kernel(scale, B > 0, ids is not None)(
+    weights, *more = _kernel(scale, B > 0, ids is not None)(
         scores,
         sink,
         metal.placed(own),
@@ -41,10 +40,10 @@ def attention_shares(
         template={"WINDOW": window},
         grid=(metal.round_up(32 * n * H, 256), 1, 1),
         group=(256, 1, 1),
-        shapes=[scores.shape, (n, H, 1), *((n, H, B) for _ in entries[:1])],
-        dtypes=[mx.float32] * (3 if B else 2),
+        shapes=[scores.shape, *((n, H, B) for _ in entries[:1])],
+        dtypes=[mx.float32] * (2 if B else 1),
     )
-    return weights, more[0] if B else None, total
+    return weights, more[0] if B else None
 
 
 @cache
@@ -61,9 +60,9 @@ def _kernel(scale: float, entries: bool, selected: bool) -> metal.Kernel:
             *["others", "ready"][: 2 * entries],
             *["ids"][:selected],
         ],
-        outputs=["weights", "total", *["more"][:entries]],
+        outputs=["weights", *["more"][:entries]],
         call=f"""attention_shares<WINDOW, {str(selected).lower()}>(scores, {others}, sink, {ready},
-    {"ids" if selected else ready}, weights, {more}, total, {metal.literal(scale)}, own[0],
+    {"ids" if selected else ready}, weights, {more}, {metal.literal(scale)}, own[0],
     uint3(scores_shape[1], scores_shape[2], {B}), scores_shape[0] * scores_shape[1],
     thread_position_in_grid.x / 32, thread_index_in_simdgroup);""",
     )
@@ -90,4 +89,5 @@ def attention_shares_reference(scores, sink, own, window, scale, others=None, re
     total = mx.exp(sink[:, None] - top)
     for share in shares:
         total = total + share.sum(axis=-1, keepdims=True)
-    return shares[0], shares[1] if others is not None else None, total
+    shares = [share / total for share in shares]
+    return shares[0], shares[1] if others is not None else None

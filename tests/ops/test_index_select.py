@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from ds4mlx.ops.index_scores import weigh
-from ds4mlx.ops.index_select import index_select, index_select_reference
+from ds4mlx.ops.index_select import index_select, index_select_reference, scored
 from ds4mlx.ops.round_index import round_index
 from tests.close import assert_close, assert_same
 from tests.golden_data import op_vectors
@@ -87,3 +87,7 @@ def test_the_kernel_chooses_as_the_reference_does_for_rows_that_are_ready(monkey
     for i, n in enumerate(ready):  # what is not ready is masked
         assert_same(got[i][: min(n, 16)], want[i][: min(n, 16)])
         assert (np.array(got[i][min(n, 16) :]) >= n).all()
+
+
+def test_cuda_scores_four_times_as_many_at_a_time():
+    assert scored("cuda") == 4 * scored("metal") == 4 * scored(None)
