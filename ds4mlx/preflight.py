@@ -127,8 +127,8 @@ def plan(config: TargetConfig, tensors: dict, draft: dict | None = None) -> Plan
     staging = 2 * max(t.nbytes for t in tensors.values())
 
     def need(ctx: int, rows: int = CHUNKS[-1]) -> Need:
-        workspace = max(staging, _workspace(config, ctx, min(rows, ctx), matrix, device().kind))
-        return Need(ctx, weights, others, Cache(config, ctx).nbytes, workspace)
+        held = workspace(config, ctx, min(rows, ctx), matrix, device().kind)
+        return Need(ctx, weights, others, Cache(config, ctx).nbytes, max(staging, held))
 
     return need
 
@@ -139,8 +139,8 @@ def chunk(plan: Plan, ctx: int, on: Device) -> int:
     return next((n for n in few if plan(ctx, n).total <= on.budget), CHUNKS[-1])
 
 
-def _workspace(c: TargetConfig, ctx: int, rows: int, matrix: int, kind: str) -> int:
-    """What `rows` of prefill hold at most; `matrix`: elements of the largest."""
+def workspace(c: TargetConfig, ctx: int, rows: int, matrix: int, kind: str) -> int:
+    """Bytes that `rows` of prefill hold at most there; `matrix`: elements of the largest."""
     wide = max([0, *(ctx // r for r in c.compress_ratios if r > 4)])  # entries that all are read
     chosen = min(c.index_topk, ctx // 4) if 4 in c.compress_ratios else 0
     attention = 4 * (

@@ -21,14 +21,16 @@ from .generate import Speculation, decode, prefill
 from .graphs import Graphs
 from .launches import mean_launches
 from .ops import argmax
+from .preflight import device, workspace
 from .rows import FEW
 from .sampling import Sampler
 from .schedule import Schedule
 from .target import Target, tensors
 
 TITLES = (
-    "ctx", "prefill t/s", "decode t/s", "launches/layer", "GB/token", "of copy", "peak GB",
-    "draft ms", "verify ms (1, 2, .. rows)", "break-even", "drafted/plain (accepted) at acceptance",
+    "ctx", "prefill t/s", "decode t/s", "launches/layer", "GB/token", "of copy",
+    "prefill GB (planned)", "peak GB", "draft ms", "verify ms (1, 2, .. rows)", "break-even",
+    "drafted/plain (accepted) at acceptance",
 )  # fmt: skip
 ACCEPTANCE = (0.85, 0.62, 0.0)  # a position: published for code, published for all, none
 _PASSES = 4  # at most, to build the graphs of a text
@@ -46,7 +48,9 @@ class Point:
     launches_per_layer: float | None = None
     token_bytes: int | None = None
     bandwidth_share: float | None = None
-    peak_bytes: int | None = None
+    prefill_bytes: int | None = None  # held at once by prefill
+    planned_bytes: int | None = None  # what the preflight says of that
+    peak_bytes: int | None = None  # of all at this context, copies of the state included
     draft_ms: float | None = None
     verify_ms: list[float] = field(default_factory=list)  # of 1, 2, .. rows
     break_even: float | None = None  # acceptance a position from which drafting pays
@@ -66,6 +70,7 @@ class Point:
             shown(self.launches_per_layer, 1),
             shown(self.token_bytes, 2, 1e9),
             shown(self.bandwidth_share, 2),
+            f"{shown(self.prefill_bytes, 1, 1e9)} ({shown(self.planned_bytes, 1, 1e9)})",
             shown(self.peak_bytes, 1, 1e9),
             shown(self.draft_ms, 2),
             " ".join(f"{ms:.2f}" for ms in self.verify_ms),
@@ -80,6 +85,7 @@ class Sweep:
     def __init__(self, target: Target, draft: Draft | None = None, *, chunk: int = 4096):
         self.target, self.draft, self.chunk = target, draft, chunk
         self.bandwidth = copy_bandwidth()
+        self._weights = mx.get_active_memory()
 
     def points(
         self,
@@ -110,6 +116,7 @@ class Sweep:
             if fill:
                 cache = filled(Cache(target.config, ctx + more), ctx - 1)
                 context = context and filled(self.draft.cache(), ctx - 1)
+            mx.reset_peak_memory()
             begin, prompt = time.perf_counter(), ids[cache.position : ctx]
             for streams, _ in prefill(  # noqa: B007
                 target, prompt, cache, chunk=self.chunk, draft=self.draft, context=context
@@ -118,9 +125,19 @@ class Sweep:
             seconds = time.perf_counter() - begin
             if not fill:
                 point.prefill_tokens_per_second = len(prompt) / seconds
+                point.prefill_bytes = mx.get_peak_memory()
+                point.planned_bytes = self._planned(cache, context)
             self._measure(point, streams, cache, context, tokens)
             yield point
             ctx = ctx + incr if incr else max(ctx + 1, round(ctx * mul))
+
+    def _planned(self, cache: Cache, context) -> int:
+        """Bytes that prefill should hold: weights, states, and what a chunk takes meanwhile."""
+        matrix = max(math.prod(m.shape[-2:]) for m in tensors(self.target))
+        rows = min(self.chunk, cache.ctx)
+        held = workspace(self.target.config, cache.ctx, rows, matrix, device().kind)
+        states = [*cache.arrays(), *(context.arrays() if context else ())]
+        return self._weights + sum(a.nbytes for a in states) + held
 
     def _measure(self, point: Point, streams, cache: Cache, context, tokens: int):
         target, saved = self.target, (cache.snapshot(), context and context.snapshot())

@@ -162,7 +162,8 @@ def test_every_figure_of_a_point_is_measured():
         assert len(p.verify_ms) == model.config.dspark_block_size + 1
         assert p.forced.keys() == p.accepted.keys() == {0.85, 0.62, 0.0}
         assert p.accepted[0.0] == 0 and p.cells()[-1].endswith("(0.0)")
-        assert 0 < p.bandwidth_share < 1 and p.draft_ms > 0 and p.peak_bytes > 0
+        assert 0 < p.bandwidth_share < 1 and p.draft_ms > 0
+        assert 0 < p.prefill_bytes <= p.peak_bytes and p.prefill_bytes < p.planned_bytes
         assert all(math.isfinite(ratio) and ratio > 0.01 for ratio in p.forced.values())
 
 
@@ -170,7 +171,7 @@ def test_contexts_can_be_filled_with_random_states():
     measured = Sweep(target("s1_w16_r8"), chunk=16)
     points = list(measured.points(16, 40, mul=2.0, tokens=12, fill=True))
     assert [p.ctx for p in points] == [16, 32]
-    assert all(p.prefill_tokens_per_second is None for p in points)
+    assert all(p.prefill_tokens_per_second is None is p.planned_bytes for p in points)
     assert all(p.decode_tokens_per_second > 0 for p in points)
     cache = filled(Cache(target("s1_w16_r8").config, 40), 31)
     assert cache.position == 31
