@@ -158,10 +158,14 @@ class Sequence:
         self.position = 0  # tokens processed
         self._furthest = 0  # tokens ever written: rows FEW behind it are the last sure ones
 
+    def reach(self, n: int):
+        """`n` more tokens are about to be written: a step that breaks leaves some of their rows."""
+        self._furthest = max(self._furthest, self.position + n)
+
     def advance(self, n: int):
         """`n` more tokens have been written everywhere."""
+        self.reach(n)
         self.position += n
-        self._furthest = max(self._furthest, self.position)
 
     def rewind(self, n: int):
         """Forget the newest `n` tokens, as if they had never been seen.

@@ -60,6 +60,7 @@ class Target:
         step = Step.of(self.config, cache.position, ids.shape[0])
         # A scatter on a GPU would write beyond the entries.
         assert step.position + step.rows <= cache.ctx, (step.position, step.rows, cache.ctx)
+        cache.reach(step.rows)
         if step.rows <= FEW and self.compiles:
             x, taps = self.by_graphs(ids, step, cache, submit)
         else:

@@ -1,7 +1,8 @@
 """The embedded model: the transcripts recorded with its weights as they were trained."""
 
 import json
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from unittest.mock import patch
 
@@ -144,7 +145,7 @@ def untraced(model):
 
 
 def fed(model, ids, plan, *, kernels=False):
-    """Logits of the last sum(plan) ids after a plain prefill, rows in blocks as `plan` says.
+    """Logits and taps of the last sum(plan) ids after a plain prefill, in blocks as `plan` says.
 
     With `kernels` they are executed, by what a GPU makes graphs of: it knows a position as an array
     only, and passes from a stretch of layers to the next.
@@ -157,10 +158,11 @@ def fed(model, ids, plan, *, kernels=False):
         block = mx.array(ids[at : at + rows], mx.int32)
         if kernels:
             with executed("guard"), untraced(model):
-                streams, _ = model.by_graphs(block, step, cache)
-                outputs.append(model.logits(streams))
+                streams, taps = model.by_graphs(block, step, cache)
+                outputs.append(mx.concatenate([model.logits(streams), taps], axis=1))
         else:
-            outputs.append(model.logits(model.forward(block, step, cache)[0]))
+            streams, taps = model.forward(block, step, cache)
+            outputs.append(mx.concatenate([model.logits(streams), taps], axis=1))
         cache.advance(rows)
         mx.eval(outputs, cache.arrays())
         at += rows
@@ -174,6 +176,18 @@ def test_executed_kernels_give_the_logits_of_the_references_in_any_blocks():
     assert_same(fed(model, ids, [4], kernels=True), singly)
     # A key at a tie of fp8 may be rounded to the other side.
     assert_close(singly, np.array(fed(model, ids, [1] * 4)), atol=0.02)
+
+
+def test_executed_kernels_select_entries_as_the_references_do():
+    model, ids = shipped(True), [int(i) for i in np.random.default_rng(0).integers(2, 4000, 129)]
+    few = replace(model.config, index_topk=16)
+    places = [model, *(layer.attn.indexer for layer in model.layers if layer.attn.indexer)]
+    with ExitStack() as stack:
+        for place in places:
+            stack.enter_context(patch.object(place, "config", few))
+        singly = fed(model, ids, [1] * 4, kernels=True)
+        assert_same(fed(model, ids, [4], kernels=True), singly)
+        assert_close(singly, np.array(fed(model, ids, [1] * 4)), atol=0.02)
 
 
 def test_a_prefill_through_executed_kernels_gives_the_logits_of_the_references():

@@ -190,6 +190,21 @@ def test_sampled_text_is_that_of_plain_sampling_with_the_same_seed(temp, top_p):
     assert_as_plain(small(), PROMPT, 12, sampler=lambda: Sampler(temp, top_p, 0.0, 3))
 
 
+class Stretched:
+    """A target whose step is handed over in two graphs, each a second after the last."""
+
+    def __init__(self, target):
+        self.target, self.config, self.logits, self.now = target, target.config, target.logits, 0.0
+
+    def __call__(self, ids, cache, submit=None):
+        streams, taps = self.target(ids, cache)
+        for _ in range(2):
+            self.now += 1
+            if submit:
+                submit(streams)
+        return streams, taps
+
+
 class Scripted:
     """A schedule that goes through these plans, again and again."""
 
@@ -274,3 +289,40 @@ def test_any_prompt_limit_threshold_schedule_and_end_gives_the_plain_text(
 ):
     options = {"confidence": confidence, "schedule": Scripted(plans) if plans else None}
     assert_as_plain(small(), ids, limit, leave_at=leave_at, stop=stop, **options)
+
+
+def test_a_cycles_launch_is_the_wait_for_its_first_graph_which_is_handed_over_at_once():
+    told, handed, begin = [], [], mx.async_eval
+    schedule = Scripted([Plan(drafts=3)])
+    schedule.cycle_took = told.append
+    loop, streams = speculation(small(), PROMPT, schedule=schedule)
+    loop.target = target = Stretched(loop.target)
+    loop.clock = lambda: target.now
+
+    def spy(*arrays):
+        handed.append((target.now, len(arrays)))
+        begin(*arrays)
+
+    with patch.object(mx, "async_eval", spy):
+        taken(loop.decode(streams, 9), 2)
+    assert (told[0].launch, told[0].verify) == (1.0, 2.0)
+    assert [n for n in handed if n[0]][:2] == [(1.0, 1), (2.0, 1)]
+
+
+def test_the_context_of_all_rows_is_under_way_before_the_host_waits_for_which_stay():
+    loop, streams = speculation(small(), PROMPT)
+    handed, at, wait, begin = [], [], mx.eval, mx.async_eval
+
+    def waits(*arrays):
+        grown = loop.context.position == loop.cache.position
+        rows = loop.context.arrays()
+        at.append(grown and all(any(a is b for b in handed) for a in rows))
+        return wait(*arrays)
+
+    def spy(*arrays):
+        handed[:] = [a for part in arrays if isinstance(part, list) for a in part]
+        return begin(*arrays)
+
+    with patch.object(mx, "eval", waits), patch.object(mx, "async_eval", spy):
+        taken(loop.decode(streams, 30), 12)
+    assert at[0] is False and all(at[1:])  # the first anchor's wait comes before any

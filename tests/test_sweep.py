@@ -26,6 +26,7 @@ from ds4mlx.sweep import (
     token_bytes,
 )
 from ds4mlx.synthetic import flash
+from ds4mlx.target import Target
 from tests.golden_data import draft, target
 
 
@@ -165,6 +166,19 @@ def test_every_figure_of_a_point_is_measured():
         assert 0 < p.bandwidth_share < 1 and p.draft_ms > 0
         assert 0 < p.prefill_bytes <= p.peak_bytes and p.prefill_bytes < p.planned_bytes
         assert all(math.isfinite(ratio) and ratio > 0.01 for ratio in p.forced.values())
+
+
+def test_a_block_is_timed_as_a_cycle_hands_it_over():
+    seen, call = [], Target.__call__
+
+    def spied(self, ids, cache, pace=None, submit=None):
+        seen.append((ids.shape[0], submit))
+        return call(self, ids, cache, pace, submit)
+
+    model = draft("s1_w16_r8")
+    with patch.object(Target, "__call__", spied):
+        next(Sweep(model.target, model, chunk=16).points(16, 16, mul=2.0, tokens=4))
+    assert {n for n, submit in seen if submit is mx.async_eval} == set(range(1, 7))
 
 
 def test_contexts_can_be_filled_with_random_states():

@@ -4,7 +4,9 @@ import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import count
 from unittest.mock import patch
+from weakref import ref
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 
 from ds4mlx import ops
 from ds4mlx.cache import Cache, Ring, Step
+from ds4mlx.errors import UsageError
 from ds4mlx.graphs import Graphs
 from ds4mlx.ops import metal
 from ds4mlx.rows import FEW
@@ -396,6 +399,40 @@ def test_a_step_of_graphs_is_handed_over_stretch_by_stretch():
     model, handed = flash(layers=8, seed=None), []
     assert [len(layers) for layers in model.stretches] == [2, 4, 2]
     with metal.traced(Counter()):
-        x, _ = model(mx.array([1]), Cache(model.config, 8), submit=handed.append)
+        x, taps = model(mx.array([1]), Cache(model.config, 8), submit=handed.append)
     assert len(handed) == 3
     assert handed[-1] is x
+    assert taps.shape == (1, 3 * 4096)  # layers 5, 6 and 7: of two stretches
+    assert [len(layers) for layers in flash(layers=6, seed=None).stretches] == [2, 4]
+
+
+def test_a_stretch_lets_go_of_the_state_before_it_is_handed_over():
+    """What somebody holds a scatter copies: all entries, for one."""
+    model = flash(layers=8, seed=None)
+    cache = Cache(model.config, 8)
+    cache.advance(3)  # a window of 4 closes
+    old, left = [[ref(a) for a in layer.arrays()] for layer in cache.layers], []
+
+    def submit(_):
+        left.append(sum(any(a() is not None for a in layer) for layer in old))
+
+    with metal.traced(Counter()):
+        model(mx.array([1]), cache, submit=submit)
+    assert left == [6, 2, 0]
+
+
+def test_a_step_that_breaks_leaves_a_cache_that_goes_on_but_rewinds_nothing_it_overwrote():
+    model, ids = target("s1_w16_r8"), mx.arange(48, dtype=mx.int32)
+    whole, torn, sublayers = Cache(model.config, 64), Cache(model.config, 64), count(1)
+
+    def broken(*_, **__):
+        if next(sublayers) == 2 * model.config.num_hidden_layers - 1:
+            raise KeyboardInterrupt
+
+    for state in (whole, torn):
+        model(ids[:40], state)
+    with pytest.raises(KeyboardInterrupt):
+        model(ids[40:48], torn, broken)
+    with pytest.raises(UsageError, match="wanted 0 to 0 at position 40"):
+        torn.rewind(8)
+    assert_same(model(ids[40:48], torn)[0], model(ids[40:48], whole)[0])
