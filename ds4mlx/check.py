@@ -104,8 +104,8 @@ class Recorder:
     def __init__(self, target: Target):
         self.target, self.logits, self.taps = target, target.logits, []
 
-    def __call__(self, ids: mx.array, cache: Cache):
-        streams, taps = self.target(ids, cache)
+    def __call__(self, ids: mx.array, cache: Cache, submit=None):
+        streams, taps = self.target(ids, cache, submit=submit)
         self.taps.append(taps)
         return streams, taps
 

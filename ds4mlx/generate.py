@@ -174,7 +174,9 @@ class Speculation:
         if rows:
             if self.report:
                 self.report({"position": self.cache.position, "skipped": skip})
-            streams, taps = self.target(anchor, self.cache)
+            # The device waits for the first step behind a cycle.
+            submit = None if self._steps else mx.async_eval
+            streams, taps = self.target(anchor, self.cache, submit=submit)
             following = self.sampler(self.target.logits(streams))
             mx.async_eval(following, self.cache.arrays(), taps)
             self._taps.append(taps)
@@ -253,8 +255,9 @@ class Speculation:
         if self.report:
             self.report(record)
         if self.schedule:
-            launch = (*begun, launched)[0] - proposed
-            seconds = proposed - start, launch, done - proposed - (resumed - launched)
+            lead = (*begun, launched)[0] - proposed
+            verify = done - proposed - (resumed - launched)
+            seconds = proposed - start, lead, launched - proposed, verify
             found = sure, self._cut(sure), n, accepted, ahead
             self.schedule.cycle_took(Cycle(*found, *seconds, traced=Graphs.traces > traces))
         went_on = yield from self._hand_out(drafts[:accepted], accepted)

@@ -37,7 +37,8 @@ class Cycle:
     accepted: int
     ahead: bool  # verified unseen
     draft: float  # until the confidences were known; ahead: until the draft was launched
-    launch: float  # until the verification's first layers are launched: the device waits for them
+    lead: float  # until the verification's first layers are launched, for which the device waits
+    launch: float  # until all are: what it may save that the draft is not waited for
     verify: float  # the rest, with `launch`
     traced: bool = False  # a graph was traced and built meanwhile: the seconds are none of these
 
@@ -69,7 +70,7 @@ class Schedule:
     """
 
     def __init__(self, block: int):
-        self.plain, self.draft, self.launch = Cost(), Cost(), Cost()
+        self.plain, self.draft, self.lead, self.launch = Cost(), Cost(), Cost(), Cost()
         self.verify = [Cost() for _ in range(block + 1)]  # by drafts, their confidences seen
         self.ahead = [Cost() for _ in range(block + 1)]  # whole cycles, drafts unseen
         self.hits = [[0.0, 0.0] for _ in range(10)]  # by confidence: expected, accepted
@@ -108,7 +109,7 @@ class Schedule:
         if self._idle >= self._wait:
             # They may have been hiccups, or be true no longer.
             self._idle, self._wait = 0, min(2 * self._wait, _LONGEST)
-            for cost in (self.draft, self.launch, *self.ahead, *self.verify):
+            for cost in (self.draft, self.lead, self.launch, *self.ahead, *self.verify):
                 cost.samples = []
         if self.draft.value is not None:
             rate, plan = self._best(most, fixed)
@@ -180,6 +181,7 @@ class Schedule:
             self.ahead[n].add(cycle.draft + cycle.verify)
         elif not cycle.traced:
             self.draft.add(cycle.draft)
+            self.lead.add(cycle.lead)
             self.launch.add(cycle.launch)
             self.verify[n].add(cycle.verify)
         if None in (self.plain.value, self.draft.value):
@@ -221,10 +223,10 @@ class Schedule:
         return max(self.plain.value, guess(n) + more)
 
     def _verify_cost(self, n: int) -> float:
-        """Measured, or on the line from a plain step, with its launch, through what was."""
+        """Measured, or on the line from a plain step, behind a lead, through what was."""
         if (known := self.verify[n].value) is not None:
             return known
-        start, near = self.plain.value + (self.launch.value or 0.0), _nearest(self.verify, n)
+        start, near = self.plain.value + (self.lead.value or 0.0), _nearest(self.verify, n)
         return start + (self.verify[near].value - start) * n / near if near else start
 
 

@@ -153,6 +153,7 @@ def run(machine, tokens=500, confidence=0.1, schedule=True):
     )
     for state in (loop.cache, loop.context):
         state.advance(1)
+    machine.awaited = 1  # the first anchor
     with patch("ds4mlx.generate.fetch", machine.fetch):
         got = list(loop.decode(mx.array([0]), tokens))
     assert got == [i % 7 for i in range(tokens)]
@@ -311,7 +312,7 @@ def costs(**known):
     """A schedule that knows these seconds: verify={drafts: seconds}, ahead likewise."""
     schedule = Schedule(BLOCK)
     schedule.plain.samples = 3 * [known["plain"]]
-    for name in ("draft", "launch"):
+    for name in ("draft", "lead", "launch"):
         getattr(schedule, name).add(known.get(name, 0.0))
     for name in ("verify", "ahead"):
         for n, seconds in known.get(name, {}).items():
@@ -330,13 +331,13 @@ def test_a_draft_below_the_threshold_is_not_verified_once_it_is_seen():
     assert costs(plain=1.0, draft=0.1, verify={5: 1.1}).drafts([0.9] * 5, 3) == 3
 
 
-def test_what_a_wait_costs_is_the_launch_that_the_device_idles_for():
-    schedule = costs(plain=1.0, draft=0.5, launch=0.2, verify={2: 1.6})
-    assert schedule._unseen_cost(2) == pytest.approx(0.5 + 1.6 - 0.2)
-    # On the line from a plain step and its launch.
-    assert schedule._unseen_cost(4) == pytest.approx(0.5 + 1.2 + 0.8 - 0.2)
+def test_what_a_wait_costs_is_at_most_the_launch_and_a_row_what_it_costs_beyond_a_lead():
+    schedule = costs(plain=1.0, draft=0.5, lead=0.2, launch=0.3, verify={2: 1.6})
+    assert schedule._unseen_cost(2) == pytest.approx(0.5 + 1.6 - 0.3)
+    # On the line from a plain step behind a lead.
+    assert schedule._unseen_cost(4) == pytest.approx(0.5 + 1.2 + 0.8 - 0.3)
     schedule.ahead[2].add(2.5)
-    assert schedule._unseen_cost(4) == pytest.approx(2.3 + 0.6)
+    assert schedule._unseen_cost(4) == pytest.approx(2.2 + 0.7)
 
 
 def test_a_cost_is_the_lower_median_of_its_newest_samples():
@@ -350,7 +351,7 @@ def test_a_cost_is_the_lower_median_of_its_newest_samples():
 def test_a_confidence_that_promises_too_much_is_corrected():
     schedule = costs(plain=1.0, draft=0.1)
     for _ in range(60):
-        schedule.cycle_took(Cycle([0.95], 1, 1, 0, False, 0.1, 0.0, 1.0))
+        schedule.cycle_took(Cycle([0.95], 1, 1, 0, False, 0.1, 0.0, 0.0, 1.0))
     assert schedule._right(0.95) < 0.2
     assert schedule._right(0.5) == 0.5
 
@@ -367,7 +368,7 @@ def test_costs_are_learnt_from_steps_that_build_nothing():
     kinds = ["cycle" if "rows" in r else r["skipped"] for r in records[:7]]
     assert kinds == ["measure"] * 5 + ["cycle"] * 2
     assert drafted(records)[0]["rows"] == 2
-    schedule, seconds = Schedule(BLOCK), {"draft": 9.0, "launch": 9.0, "verify": 9.0}
+    schedule, seconds = Schedule(BLOCK), dict.fromkeys(("draft", "lead", "launch", "verify"), 9.0)
     for traced in (True, False):
         assert schedule.draft.value is None
         schedule.cycle_took(Cycle([0.9] * 5, 5, 3, 3, False, **seconds, traced=traced))
@@ -508,5 +509,6 @@ def test_one_slow_cycle_does_not_end_drafting():
         slow = 60.0 if not drafted else 0.0
         drafted.append(step)
         ahead = plan.drafts is not None
-        schedule.cycle_took(Cycle([0.9] * BLOCK, BLOCK, n, n, ahead, 0.002, 0.001, 0.015 + slow))
+        seconds = 0.002, 0.0, 0.001, 0.015 + slow
+        schedule.cycle_took(Cycle([0.9] * BLOCK, BLOCK, n, n, ahead, *seconds))
     assert sum(step >= 500 for step in drafted) > 50

@@ -291,7 +291,7 @@ def test_any_prompt_limit_threshold_schedule_and_end_gives_the_plain_text(
     assert_as_plain(small(), ids, limit, leave_at=leave_at, stop=stop, **options)
 
 
-def test_a_cycles_launch_is_the_wait_for_its_first_graph_which_is_handed_over_at_once():
+def test_a_cycles_lead_is_the_wait_for_its_first_graph_which_is_handed_over_at_once():
     told, handed, begin = [], [], mx.async_eval
     schedule = Scripted([Plan(drafts=3)])
     schedule.cycle_took = told.append
@@ -305,7 +305,7 @@ def test_a_cycles_launch_is_the_wait_for_its_first_graph_which_is_handed_over_at
 
     with patch.object(mx, "async_eval", spy):
         taken(loop.decode(streams, 9), 2)
-    assert (told[0].launch, told[0].verify) == (1.0, 2.0)
+    assert (told[0].lead, told[0].launch, told[0].verify) == (1.0, 2.0, 2.0)
     assert [n for n in handed if n[0]][:2] == [(1.0, 1), (2.0, 1)]
 
 
@@ -326,3 +326,23 @@ def test_the_context_of_all_rows_is_under_way_before_the_host_waits_for_which_st
     with patch.object(mx, "eval", waits), patch.object(mx, "async_eval", spy):
         taken(loop.decode(streams, 30), 12)
     assert at[0] is False and all(at[1:])  # the first anchor's wait comes before any
+
+
+class Handed:
+    """A target that keeps, of each step, its rows and whether it is handed over in parts."""
+
+    def __init__(self, target):
+        self.target, self.config, self.logits, self.steps = target, target.config, target.logits, []
+
+    def __call__(self, ids, cache, submit=None):
+        self.steps.append((len(ids), submit is not None))
+        return self.target(ids, cache)
+
+
+def test_only_the_first_plain_step_behind_a_cycle_is_handed_over_in_parts():
+    plain = Plan(skip="no gain")
+    schedule = Scripted([Plan(drafts=2), plain, plain, plain])
+    loop, streams = speculation(small(), PROMPT, schedule=schedule)
+    loop.target = target = Handed(loop.target)
+    taken(loop.decode(streams, 40), 14)
+    assert target.steps[:5] == [(3, True), (1, True), (1, False), (1, False), (3, True)]

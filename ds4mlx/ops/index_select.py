@@ -10,7 +10,7 @@ from .index_best import index_best
 from .index_scores import weigh
 
 PRODUCTS = 1 << 24  # products of heads, rows and entries that prefill holds at a time
-_MORE = 4  # times as many on CUDA, whose GPUs few rows leave idle
+_MORE = 2  # times as many on CUDA, whose GPUs few rows leave idle
 
 
 def index_select(q, w, keys, ready: Sequence[int], k: int) -> list[mx.array | None] | mx.array:
