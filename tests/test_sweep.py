@@ -186,6 +186,7 @@ def test_contexts_can_be_filled_with_random_states():
     points = list(measured.points(16, 40, mul=2.0, tokens=12, fill=True))
     assert [p.ctx for p in points] == [16, 32]
     assert all(p.prefill_tokens_per_second is None is p.planned_bytes for p in points)
+    assert points[0].cells()[6] == "" == points[0].cells()[1]
     assert all(p.decode_tokens_per_second > 0 for p in points)
     cache = filled(Cache(target("s1_w16_r8").config, 40), 31)
     assert cache.position == 31
