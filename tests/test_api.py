@@ -161,11 +161,11 @@ def test_an_interrupted_session_is_not_fed_again(model):
             use()
 
 
-def test_parts_of_a_sublayer_are_no_progress():
+def test_pieces_of_a_sublayer_are_no_progress():
     heard = []
     pace = paced(heard.append)
-    for part in (False, True, True, False):
-        pace(mx.ones(1), part=part)
+    for within in (False, True, True, False):
+        pace(mx.ones(1), within=within)
     assert heard == [1, 2]
 
 
