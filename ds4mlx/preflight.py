@@ -127,8 +127,8 @@ def plan(config: TargetConfig, tensors: dict, draft: dict | None = None) -> Plan
     staging = 2 * max(t.nbytes for t in tensors.values())
 
     def need(ctx: int, rows: int = CHUNKS[-1]) -> Need:
-        held = workspace(config, ctx, min(rows, ctx), matrix, device().kind)
-        return Need(ctx, weights, others, Cache(config, ctx).nbytes, max(staging, held))
+        meanwhile = max(staging, workspace(config, ctx, min(rows, ctx), matrix, device().kind))
+        return Need(ctx, weights, others, Cache(config, ctx).nbytes, meanwhile)
 
     return need
 

@@ -14,8 +14,9 @@ from .hc_expand import Back, Streams, written
 
 WIDENED = 1 << 26  # elements of a matrix that prefill widens at a time (256 MB of float32)
 _SIMDGROUPS = 8  # of a threadgroup of linear.metal
-# SETS of linear.metal, so that a lane reads 8 or 16 bytes of a row: faster from so many outputs on.
-_SETS, _ENOUGH = {"Q8_0": 4, "Q4_K": 4}, 4096
+# SETS of linear.metal of these types, so that a lane reads 8 or 16 bytes of a row: faster from so
+# many outputs on.
+_SETS, _WIDE, _ENOUGH = 4, ("Q8_0", "Q4_K"), 4096
 _BUFFERS = 31  # that a Metal kernel takes
 
 
@@ -190,7 +191,7 @@ def _blocking(w: Matrix, rows: int, G: int) -> tuple[int, int, int]:
     TILE may depend on the rows; SETS and the split order sums, and may not.
     """
     M = w.shape[0]
-    sets = _SETS.get(kind(w), 1) if M >= _ENOUGH else 1
+    sets = _SETS if kind(w) in _WIDE and M >= _ENOUGH else 1
     tile = 2 if sets > 1 and rows <= 2 else 4
     tile = tile if tile <= M // G else 1
     return sets, tile, -(-(M // G) // (tile * sets * _SIMDGROUPS // _split(w)))

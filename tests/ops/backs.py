@@ -5,7 +5,9 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 
-from ds4mlx.ops import Back, hc_mix
+from ds4mlx.ops import Back, hc_expand, hc_mix
+from tests.close import assert_close, assert_same
+from tests.metal.bench import executed
 
 SETTINGS = dict(iterations=20, eps=1e-6, norm_eps=1e-6)
 
@@ -37,6 +39,24 @@ def mixed(product: Callable, inputs: list, HC: int, D: int, dtype=mx.float32):
         return x, *hc_mix(x, part, *weights, **SETTINGS)
 
     return op, inputs + streams(HC, D)
+
+
+def assert_written_back(product: Callable, D: int, channels: int):
+    """product(n, back) of n rows is `hc_expand` of product(n), bit for bit, for 1 to 8 of them.
+
+    And the next mixture's part of it, a share for so many channels, is the one made by hand.
+    """
+    rows, (fn, *_) = streams(4, D), mixture(4, D)
+    parts = []
+    for n in range(1, 9):
+        here = [a[:n] for a in rows]
+        with executed("check"):
+            got, part = product(n, Back(*here, fn))
+            assert_same(got, hc_expand(here[0], product(n), *here[1:]))
+        want = shares(got, fn, channels)
+        assert_close(part, want, atol=1e-6 * np.abs(want).max())
+        parts.append(part[:1])
+        assert_same(parts[n - 1], parts[0])
 
 
 def shares(x: mx.array, fn: mx.array, channels: int) -> np.ndarray:

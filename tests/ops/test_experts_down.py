@@ -4,12 +4,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from ds4mlx.ops import Back, hc_expand, metal
+from ds4mlx.ops import Back, metal
 from ds4mlx.ops.experts_down import experts_down, experts_down_reference
-from tests.close import assert_close, assert_rows_alone, assert_same
+from tests.close import assert_close, assert_rows_alone
 from tests.metal.bench import executed
 from tests.metal.cases import Case
-from tests.ops.backs import mixed, mixture, shares, streams
+from tests.ops.backs import assert_written_back, mixed
 from tests.ops.matrices import TYPES, exact, matrix
 
 
@@ -62,19 +62,10 @@ def test_kernel_reads_the_exact_value_of_every_weight(type):
 
 @pytest.mark.parametrize("D, channels", [(36, 4), (64, 16)])
 def test_a_sum_written_back_is_the_sum_and_then_hc_expand(D, channels):
-    """Bit for bit, for each number of rows; and the next mixture's part of it, by hand."""
-    w2, rows, (fn, *_) = matrix("MXFP4", 4, D, 64), streams(4, D), mixture(4, D)
-    _, (h, ids) = block("F32", 4, D, 64, 3)
-    parts = []
-    for n in range(1, 9):
-        here = [a[:n] for a in rows]
-        with executed("check"):
-            got, part = experts_down(h[:n], ids[:n], w2, None, Back(*here, fn))
-            assert_same(got, hc_expand(here[0], experts_down(h[:n], ids[:n], w2), *here[1:]))
-        want = shares(got, fn, channels)
-        assert_close(part, want, atol=1e-6 * np.abs(want).max())
-        parts.append(part[:1])
-        assert_same(parts[n - 1], parts[0])
+    w2, (_, (h, ids)) = matrix("MXFP4", 4, D, 64), block("F32", 4, D, 64, 3)
+    assert_written_back(
+        lambda n, back=None: experts_down(h[:n], ids[:n], w2, None, back), D, channels
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.close import assert_close, assert_rows_alone, assert_same
 from tests.metal.bench import executed
 from tests.metal.cases import Case
 from tests.metal.lint import generated, lint
-from tests.ops.backs import mixed, mixture, shares, streams
+from tests.ops.backs import assert_written_back, mixed, mixture, streams
 from tests.ops.matrices import TYPES, exact, matrix
 
 # The module: the package's attribute of this name is the op.
@@ -114,25 +114,10 @@ def test_products_of_one_launch_equal_those_of_several(rows):
 def test_a_product_written_back_is_the_product_and_then_hc_expand(
     type, enough, channels, monkeypatch
 ):
-    """Bit for bit, for each number of rows; and the next mixture's part of it, by hand."""
     monkeypatch.setattr(MODULE, "_ENOUGH", enough)
     D = 36  # a multiple of no group of channels but 4
-    w, x, rows, (fn, *_) = (
-        stored(type, D, 256),
-        mx.random.normal((8, 256)),
-        streams(4, D),
-        mixture(4, D),
-    )
-    parts = []
-    for n in range(1, 9):
-        here = [a[:n] for a in rows]
-        with executed("check"):
-            got, part = linear_op(x[:n], w, Back(*here, fn))
-            assert_same(got, hc_expand(here[0], linear_op(x[:n], w), *here[1:]))
-        want = shares(got, fn, channels)
-        assert_close(part, want, atol=1e-6 * np.abs(want).max())
-        parts.append(part[:1])
-        assert_same(parts[n - 1], parts[0])
+    w, x = stored(type, D, 256), mx.random.normal((8, 256))
+    assert_written_back(lambda n, back=None: linear_op(x[:n], w, back), D, channels)
 
 
 @pytest.mark.parametrize(
