@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,9 +98,20 @@ def sweep_rows(
         yield _cells(point.cells(), False)
     if csv:
         rows = [sweep.TITLES, *(point.cells() for point in points)]
-        Path(csv).write_text("".join(f"{_cells(row, True)}\n" for row in rows))
+        with _saving(csv):
+            Path(csv).write_text("".join(f"{_cells(row, True)}\n" for row in rows))
     if plot:
-        sweep.plot(points, plot)
+        with _saving(plot):
+            sweep.plot(points, plot)
+
+
+@contextmanager
+def _saving(path: str):
+    """What was measured is told already."""
+    try:
+        yield
+    except OSError as error:
+        raise Ds4Error(f"{path}: {error.strerror}; the figures stand above") from error
 
 
 def launch_rows() -> Iterator[str]:

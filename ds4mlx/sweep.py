@@ -29,7 +29,7 @@ from .target import Target, tensors
 
 TITLES = (
     "ctx", "prefill t/s", "decode t/s", "launches/layer", "GB/token", "of copy",
-    "prefill GB (planned)", "peak GB", "draft ms", "verify ms (1, 2, .. rows)", "break-even",
+    "prefill GB", "planned GB", "peak GB", "draft ms", "verify ms (1, 2, .. rows)", "break-even",
     "drafted/plain (accepted) at acceptance",
 )  # fmt: skip
 ACCEPTANCE = (0.85, 0.62, 0.0)  # a position: published for code, published for all, none
@@ -60,8 +60,8 @@ class Point:
     def cells(self) -> list[str]:
         """As TITLES has it."""
 
-        def shown(value, digits: int, by: float = 1.0, within: str = "{}") -> str:
-            return "" if value is None else within.format(f"{value / by:.{digits}f}")
+        def shown(value, digits: int, by: float = 1.0) -> str:
+            return "" if value is None else f"{value / by:.{digits}f}"
 
         return [
             str(self.ctx),
@@ -70,7 +70,8 @@ class Point:
             shown(self.launches_per_layer, 1),
             shown(self.token_bytes, 2, 1e9),
             shown(self.bandwidth_share, 2),
-            shown(self.prefill_bytes, 1, 1e9) + shown(self.planned_bytes, 1, 1e9, " ({})"),
+            shown(self.prefill_bytes, 1, 1e9),
+            shown(self.planned_bytes, 1, 1e9),
             shown(self.peak_bytes, 1, 1e9),
             shown(self.draft_ms, 2),
             " ".join(f"{ms:.2f}" for ms in self.verify_ms),

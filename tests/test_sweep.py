@@ -1,21 +1,23 @@
 import math
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import mlx.core as mx
 import pytest
 
-from ds4mlx import sweep
+from ds4mlx import bench, sweep
 from ds4mlx.cache import Cache
-from ds4mlx.errors import UsageError
+from ds4mlx.errors import Ds4Error, UsageError
 from ds4mlx.generate import Speculation, decode, prefill
 from ds4mlx.graphs import Graphs
 from ds4mlx.ops import metal
 from ds4mlx.sampling import Sampler
 from ds4mlx.schedule import Schedule
 from ds4mlx.sweep import (
+    TITLES,
     Forced,
     Sweep,
     alternated,
@@ -186,7 +188,8 @@ def test_contexts_can_be_filled_with_random_states():
     points = list(measured.points(16, 40, mul=2.0, tokens=12, fill=True))
     assert [p.ctx for p in points] == [16, 32]
     assert all(p.prefill_tokens_per_second is None is p.planned_bytes for p in points)
-    assert points[0].cells()[6] == "" == points[0].cells()[1]
+    cells = dict(zip(TITLES, points[0].cells(), strict=True))
+    assert {cells[name] for name in ("prefill t/s", "prefill GB", "planned GB")} == {""}
     assert all(p.decode_tokens_per_second > 0 for p in points)
     cache = filled(Cache(target("s1_w16_r8").config, 40), 31)
     assert cache.position == 31
@@ -215,3 +218,18 @@ def test_every_graph_of_a_drafted_text_is_built_before_it_is_timed():
                 model(mx.array(text[:rows], mx.int32), cache)
                 cache.restore(saved)
     assert Graphs.traces == traces > 10
+
+
+@pytest.mark.parametrize("option", ["csv", "plot"])
+def test_a_figure_file_that_fails_at_last_is_named_and_loses_no_figure(
+    tmp_path, option, monkeypatch
+):
+    path = tmp_path / "figures.png"
+    monkeypatch.setattr(bench, "find_spec", lambda name: True)  # it may not be here
+    monkeypatch.setattr(sweep, "plot", lambda points, path: Path(path).write_text(""))
+    lines = bench.sweep_rows(ctx_start=8, ctx_max=8, gen_tokens=8, **{option: str(path)})
+    told = [next(lines)]
+    path.mkdir()
+    with pytest.raises(Ds4Error, match=r"figures\.png: .*; the figures stand above"):
+        told.extend(lines)
+    assert told[-1].startswith("| 8 |")
