@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import mlx.core as mx
@@ -66,11 +66,15 @@ QUICK = Shapes(
 
 @dataclass(frozen=True)
 class Work:
-    """Inputs of a case. run(weights, i, n) evaluates rows i .. i+n-1 -> an array, or several."""
+    """Inputs of a case. run(weights, i, n) evaluates rows i .. i+n-1 -> an array, or several.
+
+    reference: the same for the reference, where that has a quicker way.
+    """
 
     run: Callable
     weights: list[Matrix]
     read: int  # bytes of weights and inputs that one row reads
+    reference: Callable | None = None
 
 
 @dataclass(frozen=True)
@@ -258,18 +262,22 @@ def _chosen(E: int, k: int) -> mx.array:
 
 
 def _routed(s: Shapes, up: str, down: str, times: int = 1) -> Work:
-    """times: so often stand the rows there, and the last of each is what comes out."""
+    """times: so often stand the rows there, and the last of each is what comes out.
+
+    Of the reference twice: of more rows than FEW it widens an expert once for all.
+    """
     routed = [matrix(up, s.held, s.F, s.D, seed=i) for i in range(2)]
     routed += [matrix(down, s.held, s.D, s.F)]
     shared = [matrix("Q8_0", *shape) for shape in ((s.F, s.D), (s.F, s.D), (s.D, s.F))]
     read = sum(w.nbytes for w in routed) * s.k // s.held + sum(w.nbytes for w in shared)
 
-    def op(w, *rows):
+    def op(times, w, *rows):
         x, ids, weights = (mx.tile(r, (times, 1)) for r in rows)
         return ops.experts(x, ids, weights, *w[:3], 10.0, shared=tuple(w[3:]))[-len(rows[0]) :]
 
-    x, weights = _normal(FEW, s.D) / 8, mx.abs(_normal(FEW, s.k))
-    return _work(op, routed + shared, x, _chosen(s.held, s.k), weights, read=read)
+    rows = (_normal(FEW, s.D) / 8, _chosen(s.held, s.k), mx.abs(_normal(FEW, s.k)))
+    work = _work(partial(op, times), routed + shared, *rows, read=read)
+    return replace(work, reference=_work(partial(op, 2), [], *rows).run)
 
 
 def _grouped(s: Shapes, up: str, down: str) -> Work:
@@ -280,9 +288,13 @@ def _grouped(s: Shapes, up: str, down: str) -> Work:
         way = experts_grouped if metal.enabled() else ops.experts
         return way(x, ids, weights, *w, 10.0)
 
-    x, weights = _normal(FEW, s.D) / 8, mx.abs(_normal(FEW, s.k))
+    def twice(w, *rows):
+        return op(w, *(mx.tile(r, (2, 1)) for r in rows))[FEW:]
+
+    rows = (_normal(FEW, s.D) / 8, _chosen(s.held, s.k), mx.abs(_normal(FEW, s.k)))
     read = sum(w.nbytes for w in routed) * s.k // s.held
-    return _work(op, routed, x, _chosen(s.held, s.k), weights, read=read)
+    work = _work(op, routed, *rows, read=read)
+    return replace(work, reference=_work(twice, [], *rows).run)
 
 
 def _routed_down(s: Shapes, type: str) -> Work:

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,6 +22,7 @@ from ds4mlx.ops.hc_collapse import hc_collapse_reference
 from ds4mlx.selftest import Selftest
 from ds4mlx.selftest_cases import QUICK, cases, matrix
 from ds4mlx.target import Target
+from tests.close import assert_close
 from tests.metal.bench import executed
 
 ROOT = Path(__file__).parents[1]
@@ -226,6 +228,28 @@ def test_a_reference_whose_rows_see_each_other_is_a_failure_of_the_command(monke
 def test_the_references_run_on_the_cpu_and_without_kernels():
     with executed("guard"), selftest.on_cpu():
         assert not metal.enabled() and mx.default_device() == mx.cpu
+
+
+QUICKER = [case for case in CASES if case.op in ("experts", "experts_grouped")]
+QUICKER += [case for case in CASES if case.shape.startswith("experts of")]
+
+
+@pytest.mark.parametrize("case", QUICKER, ids=lambda case: f"{case.op}-{case.shape}")
+def test_the_quicker_way_of_a_reference_gives_what_the_reference_gives(case):
+    work = case.make()
+    want = work.run(work.weights, 0, 8)
+    assert_close(work.reference(work.weights, 0, 8), want, atol=1e-6 * mx.abs(want).max().item())
+
+
+def test_a_kernel_is_compared_with_the_quicker_way():
+    """A reference that is wrong alone cannot agree."""
+    case = next(case for case in QUICKER if case.op == "experts")
+    work = case.make()
+    wrong = replace(work, reference=lambda *a: 1.001 * work.reference(*a))
+    with executed("guard"), patch.object(selftest, "on_cpu", away_from_the_gpu):
+        assert selftest.compare(case, work) <= case.allowed
+        with pytest.raises(Ds4Error, match="error 1.0e-03, allowed 1e-05"):
+            selftest.compare(case, wrong)
 
 
 def test_an_unknown_op_is_bad_usage(capsys):
