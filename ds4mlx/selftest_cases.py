@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
@@ -226,11 +226,22 @@ def _normal(*shape: int, seed: int = 1) -> mx.array:
     return mx.array(np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32))
 
 
-def _work(op: Callable, weights: list, *arrays: mx.array, read: int | None = None) -> Work:
-    """op(weights, *rows); arrays have the rows as their first axis."""
+def _work(
+    op: Callable, weights: list, *arrays: mx.array, read: int | None = None, reference=None
+) -> Work:
+    """op(weights, *rows), and so `reference`; arrays have the rows as their first axis."""
     read = sum(w.nbytes for w in weights) if read is None else read
-    run = lambda weights, i, n: op(weights, *(a[i : i + n] for a in arrays))  # noqa: E731
-    return Work(run, weights, read + sum(a.nbytes for a in arrays) // FEW)
+    rowed = lambda op: lambda weights, i, n: op(weights, *(a[i : i + n] for a in arrays))  # noqa: E731
+    read += sum(a.nbytes for a in arrays) // FEW
+    return Work(rowed(op), weights, read, reference and rowed(reference))
+
+
+def _again(op: Callable, times: int = 2) -> Callable:
+    """`op` of rows that stand there `times` times; what comes out of the last.
+
+    Of more rows than FEW the reference of the experts widens each expert once for all.
+    """
+    return lambda w, *rows: op(w, *(mx.tile(r, (times, 1)) for r in rows))[-len(rows[0]) :]
 
 
 def _plain(op, *shapes: tuple, weights: tuple = ()) -> Work:
@@ -262,39 +273,27 @@ def _chosen(E: int, k: int) -> mx.array:
 
 
 def _routed(s: Shapes, up: str, down: str, times: int = 1) -> Work:
-    """times: so often stand the rows there, and the last of each is what comes out.
-
-    Of the reference twice: of more rows than FEW it widens an expert once for all.
-    """
+    """times: as in `_again`."""
     routed = [matrix(up, s.held, s.F, s.D, seed=i) for i in range(2)]
     routed += [matrix(down, s.held, s.D, s.F)]
     shared = [matrix("Q8_0", *shape) for shape in ((s.F, s.D), (s.F, s.D), (s.D, s.F))]
     read = sum(w.nbytes for w in routed) * s.k // s.held + sum(w.nbytes for w in shared)
-
-    def op(times, w, *rows):
-        x, ids, weights = (mx.tile(r, (times, 1)) for r in rows)
-        return ops.experts(x, ids, weights, *w[:3], 10.0, shared=tuple(w[3:]))[-len(rows[0]) :]
-
+    op = lambda w, *rows: ops.experts(*rows, *w[:3], 10.0, shared=tuple(w[3:]))  # noqa: E731
     rows = (_normal(FEW, s.D) / 8, _chosen(s.held, s.k), mx.abs(_normal(FEW, s.k)))
-    work = _work(partial(op, times), routed + shared, *rows, read=read)
-    return replace(work, reference=_work(partial(op, 2), [], *rows).run)
+    return _work(_again(op, times), routed + shared, *rows, read=read, reference=_again(op))
 
 
 def _grouped(s: Shapes, up: str, down: str) -> Work:
     routed = [matrix(up, s.held, s.F, s.D, seed=i) for i in range(2)]
     routed += [matrix(down, s.held, s.D, s.F)]
 
-    def op(w, x, ids, weights):
+    def op(w, *rows):
         way = experts_grouped if metal.enabled() else ops.experts
-        return way(x, ids, weights, *w, 10.0)
-
-    def twice(w, *rows):
-        return op(w, *(mx.tile(r, (2, 1)) for r in rows))[FEW:]
+        return way(*rows, *w, 10.0)
 
     rows = (_normal(FEW, s.D) / 8, _chosen(s.held, s.k), mx.abs(_normal(FEW, s.k)))
     read = sum(w.nbytes for w in routed) * s.k // s.held
-    work = _work(op, routed, *rows, read=read)
-    return replace(work, reference=_work(twice, [], *rows).run)
+    return _work(op, routed, *rows, read=read, reference=_again(op))
 
 
 def _routed_down(s: Shapes, type: str) -> Work:
