@@ -4,7 +4,7 @@ import re
 import resource
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -184,6 +184,8 @@ class Model:
     def _prompt(self, prompt, system, think, release, raw, notes):
         """Token ids of the prompt, and the parser of the reply (None: plain completion)."""
         text = isinstance(prompt, str)
+        if not text and (not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping)):
+            raise UsageError(f"the prompt is {prompt!r:.60}, wanted a text or a list of messages")
         if raw or (raw is None and not self.chat):
             if not text or system:
                 what = "a system text" if system else "a list of messages"
@@ -534,7 +536,7 @@ def _check_ranges(**values):
     for name, value in values.items():
         low, high = ranges[name]
         real = name in ("temp", "top_p", "min_p")
-        fits = isinstance(value, Real if real else Integral)
+        fits = isinstance(value, Real if real else Integral) and not isinstance(value, bool)
         if value is None or (fits and value >= low and (high is None or value <= high)):
             continue
         wanted = f"{low} to {high}" if high is not None else f"at least {low}"

@@ -559,10 +559,12 @@ def _decoded(data: bytes, source: str) -> str:
 
 def closest_flag(variable: str) -> str | None:
     """The flag whose name is nearest to that of an environment variable DS4MLX_..."""
-    word = "--" + variable.removeprefix("DS4MLX_").lower().replace("_", "-")
-    names = [n for verb in VERBS.values() for flag in verb.flags for n in flag.names]
-    begun = [n for n in names if n.startswith("--") and word.startswith(n)]
-    return next(iter(begun or difflib.get_close_matches(word, names, 1)), None)
+    word = variable.removeprefix("DS4MLX_").lower().replace("_", "-")
+    flags = [n for verb in VERBS.values() for flag in verb.flags for n in flag.names]
+    names = [n.removeprefix("--") for n in flags if n.startswith("--")]
+    begun = [n for n in names if word.startswith(n)]
+    found = begun or difflib.get_close_matches(word, names, 1)
+    return f"--{found[0]}" if found else None
 
 
 def help_text(name: str | None = None) -> str:

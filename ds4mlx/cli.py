@@ -25,10 +25,16 @@ def main(words: list[str] | None = None) -> int:
     """
     words = sys.argv[1:] if words is None else words
     flags = words[: words.index("--")] if "--" in words else words
+    closed = sys.stdout is None
+    # The number of a closed one is free for the next file.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     # In any locale; a path whose bytes are no UTF-8 goes out as it came in.
     sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
     sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
+        if closed:
+            raise UsageError("standard output is closed, wanted an open one for the answer")
         _check_here()
         _run(words, flags)
         return 0
@@ -57,9 +63,9 @@ def _check_here():
 
 def _run(words: list[str], flags: list[str]):
     if "--help" in flags or "-h" in flags:
-        print(arguments.help_text(words[0] if words[0] in VERBS else None), flush=True)
+        _tell(f"{arguments.help_text(words[0] if words[0] in VERBS else None)}\n")
     elif words == ["--version"]:
-        print(f"ds4mlx {__version__}", flush=True)
+        _tell(f"ds4mlx {__version__}\n")
     else:
         verb, options = arguments.parse(words)
         _warn_of_variables()
@@ -73,7 +79,16 @@ def _run(words: list[str], flags: list[str]):
 def _show(texts: Iterator[str]):
     with closing(texts):
         for text in texts:
-            print(text, end="", flush=True)
+            _tell(text)
+
+
+def _tell(text: str):
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise Ds4Error(f"standard output: {error.strerror}") from error
 
 
 def generate(
@@ -419,4 +434,10 @@ def _say(line: str):
 
 
 def _error(text: str):
-    print(text, end="", file=sys.stderr, flush=True)
+    """What cannot be told here costs no answer."""
+    try:
+        print(text, end="", file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass

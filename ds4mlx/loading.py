@@ -131,6 +131,8 @@ def plan(found: dict, draft: dict | None = None) -> preflight.Plan:
 
 
 def _expanded(path) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"the path is {path!r:.60}, wanted a text or a pathlib.Path")
     where = Path(os.path.expandvars(os.path.expanduser(path)))
     if (where / JOURNAL).is_file() and not (where / "config.json").is_file():
         raise UsageError(

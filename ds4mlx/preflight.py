@@ -107,7 +107,7 @@ def _vm_stat(text: str) -> int:
 
 def context(ctx: int | None, most: int) -> int:
     """The context that was asked for, or the default. Raises UsageError beyond the model's."""
-    if ctx is not None and not (isinstance(ctx, Integral) and ctx >= 1):
+    if ctx is not None and (not isinstance(ctx, Integral) or isinstance(ctx, bool) or ctx < 1):
         raise UsageError(f"ctx is {ctx!r:.60}, wanted a whole number, at least 1")
     if ctx is not None and ctx > most:
         raise UsageError(f"ctx is {ctx}, wanted at most the model's {most} positions")

@@ -94,7 +94,8 @@ def test_a_context_beyond_the_models_positions_is_refused_before_memory_is_taken
     "option, value",
     [("tokens", 0), ("ctx", 0), ("temp", -1), ("temp", float("nan")), ("top_p", 1.1)]
     + [("min_p", -0.1), ("seed", -1), ("prefill_chunk", 0), ("prefill_chunk", 2.5)]
-    + [("tokens", "8"), ("temp", "hot"), ("ctx", 64.0), ("seed", 1.5)],
+    + [("tokens", "8"), ("temp", "hot"), ("ctx", 64.0), ("seed", 1.5)]
+    + [("tokens", True), ("temp", False)],
 )
 def test_a_value_out_of_range_is_refused_by_name(model, option, value):
     with pytest.raises(UsageError, match=f"^{option} is "):
@@ -122,6 +123,13 @@ def test_a_reply_may_be_read_in_another_thread(model, greedy):
         thread.start()
         thread.join()
         assert found == model.generate(PROMPT, tokens=24, **options).tokens
+
+
+@pytest.mark.parametrize("raw", [None, True, False])
+@pytest.mark.parametrize("prompt", [None, b"import os", 5, {"role": "user", "content": "hi"}])
+def test_a_prompt_of_another_kind_is_refused_for_what_it_is(model, prompt, raw):
+    with pytest.raises(UsageError, match="^the prompt is .*, wanted a text or a list of messages$"):
+        model.generate(prompt, raw=raw)
 
 
 @pytest.mark.parametrize("chunk", [0, -1, 2.5, "8", None])

@@ -678,6 +678,14 @@ def test_a_variable_that_nobody_reads_is_named_once_with_the_closest_flag(run, m
     assert model.options == [{}]
 
 
+@pytest.mark.parametrize(
+    "name, flag",
+    [("DS4MLX_TEMPERATURE", "--temp"), ("DS4MLX_FOO", None), ("DS4MLX_", None), ("DS4MLX_S", None)],
+)
+def test_no_flag_is_named_for_a_variable_that_has_little_in_common_with_any(name, flag):
+    assert arguments.closest_flag(name) == flag
+
+
 # Processes (CL-07, CL-10, CO-21) --------------------------------------------------------------
 
 
@@ -751,6 +759,36 @@ def test_a_closed_pipe_of_help_has_no_trace():
     command = f'"{sys.executable}" -m ds4mlx generate --help | true'
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
     assert done.stderr == ""
+
+
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has that device")
+
+
+def shelled(command):
+    """A command line of the scripted model in a shell, for its redirections."""
+    command = f'"{sys.executable}" -m tests.stub hanzi {command}'
+    return subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("words", ["generate hi", "--help", "--version"])
+def test_a_closed_standard_output_is_refused_with_a_sentence(words):
+    done = shelled(f"{words} >&-")
+    wanted = "ds4mlx: standard output is closed, wanted an open one for the answer\n"
+    assert (done.returncode, done.stderr) == (2, wanted)
+
+
+@FULL
+@pytest.mark.parametrize("words", ["generate hi", "--help", "--version"])
+def test_a_full_disk_for_standard_output_is_named(words):
+    done = shelled(f"{words} > /dev/full")
+    assert done.returncode == 1
+    assert done.stderr == "ds4mlx: standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize("where", ["&-", pytest.param(" /dev/full", marks=FULL)])
+def test_what_standard_error_cannot_take_costs_no_answer(where):
+    done = shelled(f"generate hi 2>{where}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "你好\n", "")
 
 
 def test_the_embedded_model_answers_and_the_streams_are_apart():

@@ -13,7 +13,7 @@ import ds4mlx
 from ds4mlx.convert.gguf import open_gguf
 from ds4mlx.convert.pair import transcode
 from ds4mlx.convert.write import typed, write_gguf
-from ds4mlx.errors import FileError
+from ds4mlx.errors import FileError, UsageError
 from tests.close import assert_same
 from tests.convert.test_config import other_dialect
 from tests.golden_data import HERE
@@ -161,3 +161,10 @@ def test_processes_load_the_same_file_at_the_same_time():
     running = [subprocess.Popen([sys.executable, "-c", code], **options) for _ in range(3)]
     told = [process.communicate()[0] for process in running]
     assert told[0].startswith("[") and set(told) == {told[0]}
+
+
+@pytest.mark.parametrize("where", ["path", "mtp"])
+@pytest.mark.parametrize("path", [5, b"model.gguf", ["model.gguf"]])
+def test_a_path_of_another_kind_is_refused_for_what_it_is(where, path):
+    with pytest.raises(UsageError, match="^the path is .*, wanted a text or a pathlib.Path$"):
+        ds4mlx.load(**{where: path})

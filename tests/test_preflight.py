@@ -227,7 +227,7 @@ def test_a_run_stays_within_the_estimate(pair):
     assert estimate.workspace < 3 * taken  # and is no excuse to refuse everything
 
 
-@pytest.mark.parametrize("ctx", [0, -1, 2.5, "64", float("nan")])
+@pytest.mark.parametrize("ctx", [0, -1, 2.5, "64", float("nan"), True])
 def test_a_context_that_is_none_is_refused(pair, ctx):
     with pytest.raises(UsageError, match="^ctx is .* wanted a whole number, at least 1$"):
         preflight.context(ctx, 8192)
