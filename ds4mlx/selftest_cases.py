@@ -272,27 +272,30 @@ def _chosen(E: int, k: int) -> mx.array:
     return mx.array(np.stack([rng.permutation(E)[:k] for _ in range(FEW)]), mx.uint32)
 
 
+def _held(s: Shapes, up: str, down: str) -> tuple[list[Packed], tuple, int]:
+    """w1, w3 and w2 of the experts in memory; x, ids and weights of rows; bytes that one reads."""
+    ws = [matrix(up, s.held, s.F, s.D, seed=i) for i in range(2)]
+    ws += [matrix(down, s.held, s.D, s.F)]
+    rows = (_normal(FEW, s.D) / 8, _chosen(s.held, s.k), mx.abs(_normal(FEW, s.k)))
+    return ws, rows, sum(w.nbytes for w in ws) * s.k // s.held
+
+
 def _routed(s: Shapes, up: str, down: str, times: int = 1) -> Work:
     """times: as in `_again`."""
-    routed = [matrix(up, s.held, s.F, s.D, seed=i) for i in range(2)]
-    routed += [matrix(down, s.held, s.D, s.F)]
+    routed, rows, read = _held(s, up, down)
     shared = [matrix("Q8_0", *shape) for shape in ((s.F, s.D), (s.F, s.D), (s.D, s.F))]
-    read = sum(w.nbytes for w in routed) * s.k // s.held + sum(w.nbytes for w in shared)
+    read += sum(w.nbytes for w in shared)
     op = lambda w, *rows: ops.experts(*rows, *w[:3], 10.0, shared=tuple(w[3:]))  # noqa: E731
-    rows = (_normal(FEW, s.D) / 8, _chosen(s.held, s.k), mx.abs(_normal(FEW, s.k)))
     return _work(_again(op, times), routed + shared, *rows, read=read, reference=_again(op))
 
 
 def _grouped(s: Shapes, up: str, down: str) -> Work:
-    routed = [matrix(up, s.held, s.F, s.D, seed=i) for i in range(2)]
-    routed += [matrix(down, s.held, s.D, s.F)]
+    routed, rows, read = _held(s, up, down)
 
     def op(w, *rows):
         way = experts_grouped if metal.enabled() else ops.experts
         return way(*rows, *w, 10.0)
 
-    rows = (_normal(FEW, s.D) / 8, _chosen(s.held, s.k), mx.abs(_normal(FEW, s.k)))
-    read = sum(w.nbytes for w in routed) * s.k // s.held
     return _work(op, routed, *rows, read=read, reference=_again(op))
 
 
