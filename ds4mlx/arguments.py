@@ -10,10 +10,11 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from .errors import UsageError
 
+MOST = 1 << 28  # bytes of a prompt: the model's 2^20 positions, of 256 each
 WAYS = "-- TEXT, --prompt=TEXT, --prompt-file FILE, or standard input"
 STREAMS = (
     "The answer goes to standard output; the reasoning before it, progress and statistics go to "
@@ -540,16 +541,19 @@ def read_prompt(given: str | None) -> str:
     if given is None or given == "-":
         if sys.stdin is None:
             raise UsageError("--prompt-file -: standard input is closed")
-        return _decoded(sys.stdin.buffer.read(), "standard input")
+        return _decoded(sys.stdin.buffer, "standard input")
     path = os.path.abspath(os.path.expandvars(os.path.expanduser(given)))
     try:
         with open(path, "rb") as file:
-            return _decoded(file.read(), path)
+            return _decoded(file, path)
     except OSError as error:
         raise UsageError(f"--prompt-file {path}: {error.strerror}") from error
 
 
-def _decoded(data: bytes, source: str) -> str:
+def _decoded(file: BinaryIO, source: str) -> str:
+    data = file.read(MOST + 1)
+    if len(data) > MOST:
+        raise UsageError(f"{source}: more than {MOST:,} bytes, which no context holds")
     try:
         return data.decode().removeprefix(codecs.BOM_UTF8.decode())
     except UnicodeDecodeError as error:

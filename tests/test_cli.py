@@ -119,6 +119,21 @@ def test_a_prompt_from_a_file_or_standard_input_arrives_as_written(
     assert model.prompts == [text] * 3
 
 
+def test_a_prompt_without_an_end_is_refused_before_it_fills_the_memory(
+    run, model, stdin, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(arguments, "MOST", 1000)
+    path = tmp_path / "prompt"
+    for n in (1000, 1001):
+        path.write_bytes(b"a" * n)
+        stdin(b"a" * n)
+        results = run("generate", "--prompt-file", str(path)), run("generate")
+        if n > 1000:
+            for result, name in zip(results, (str(path), "standard input"), strict=True):
+                assert refused(result, f"{name}: more than 1,000 bytes, which no context holds")
+    assert model.prompts == ["a" * 1000] * 2
+
+
 @pytest.mark.parametrize("text", WORDS + DASHES)
 def test_a_system_text_arrives_as_typed(run, model, text):
     run("generate", f"--system={text}", "hi")
