@@ -510,6 +510,8 @@ def _twice(before: str, now: str, flags: dict[str, Flag]) -> str:
 
 
 def _unknown(word: str, typed: str, flags: dict[str, Flag], verb: Verb) -> str:
+    if typed in ("--help", "-h"):  # the bare word was found before
+        return f"{typed} takes no value, found {word.partition('=')[2]!r:.60}"
     ways = f" (a prompt that begins with a dash: {WAYS})" if verb.free == "prompt" else ""
     if re.fullmatch("--?[A-Za-z][A-Za-z_-]*", typed):
         return f"unknown flag {typed}{_nearest(typed.replace('_', '-'), flags)}{ways}"

@@ -119,6 +119,11 @@ def test_a_prompt_from_a_file_or_standard_input_arrives_as_written(
     assert model.prompts == [text] * 3
 
 
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_takes_no_value(run, model, flag):
+    assert refused(run("generate", f"{flag}=1", "hi"), f"{flag} takes no value, found '1'")
+
+
 def test_a_prompt_without_an_end_is_refused_before_it_fills_the_memory(
     run, model, stdin, tmp_path, monkeypatch
 ):
