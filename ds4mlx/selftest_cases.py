@@ -109,6 +109,10 @@ def _products(s: Shapes):
     inputs = [("Q8_0", s.Rq, s.D), ("Q8_0", s.Dh, s.D), *halves]
     make = partial(_product, lambda w, x: tuple(ops.linears(x, w)), inputs, s.D)
     yield Case("linear", f"CSA's inputs, {len(inputs)} of {s.D}", make, 1e-5)
+    gated = lambda w, x: tuple(ops.linears(x, [w[0], ops.Gated(*w[1:], 10.0)]))  # noqa: E731
+    inputs = [("F16", s.E, s.D), *[("Q8_0", s.F, s.D)] * 2]
+    make = partial(_product, gated, inputs, s.D)
+    yield Case("linear", f"the router's and a gated one, {s.D} to {s.E} and {s.F}", make, 3e-5)
     K = s.H * s.Dh // s.G
     blocks = [("Q8_0", s.G * s.Ro, K)]
     make = partial(_product, lambda w, x: ops.grouped_linear(x, *w, s.G), blocks, s.G, K)
@@ -135,9 +139,10 @@ def _experts(s: Shapes):
     for t in PLANES:
         make = partial(_routed_down, s, t)
         yield Case("experts_down", f"{t} {s.k} of {s.held}, {s.F} to {s.D}", make, 1e-5)
-    inputs = lambda: [_normal(FEW, s.k + 1, s.F), _chosen(s.held, s.k)]  # noqa: E731
+    inputs = lambda: [_normal(FEW, s.k, s.F), _chosen(s.held, s.k), _normal(FEW, s.D)]  # noqa: E731
+    down = lambda h, ids, shared, w, back: experts_down(h, ids, w, shared, back)  # noqa: E731
     for t in ("Q2_K", "MXFP4"):
-        make = partial(_back, s, experts_down, [(t, s.held, s.D, s.F), ("Q8_0", s.D, s.F)], inputs)
+        make = partial(_back, s, down, [(t, s.held, s.D, s.F)], inputs)
         yield Case("experts_down", f"{t} and a shared one, into {s.HC} streams", make, 3e-5)
 
 
@@ -285,7 +290,11 @@ def _routed(s: Shapes, up: str, down: str, times: int = 1) -> Work:
     routed, rows, read = _held(s, up, down)
     shared = [matrix("Q8_0", *shape) for shape in ((s.F, s.D), (s.F, s.D), (s.D, s.F))]
     read += sum(w.nbytes for w in shared)
-    op = lambda w, *rows: ops.experts(*rows, *w[:3], 10.0, shared=tuple(w[3:]))  # noqa: E731
+
+    def op(w, x, *rows):
+        (h,) = ops.linears(x, [ops.Gated(*w[3:5], 10.0)])
+        return ops.experts(x, *rows, *w[:3], 10.0, ops.Shared(h, w[5]))
+
     return _work(_again(op, times), routed + shared, *rows, read=read, reference=_again(op))
 
 

@@ -393,16 +393,18 @@ class MoE:
         self.shared = [weights[f"shared_experts.{n}.weight"] for n in ("w1", "w3", "w2")]
 
     def __call__(self, x, ids, back: ops.Back, pace=None):  # x [N, D], ids [N] -> as Attention
-        config = self.config
+        config, limit = self.config, self.config.swiglu_limit
+        w1, w3, w2 = self.shared
+        logits, h = ops.beside(x, [self.gate, ops.Gated(w1, w3, limit)])
         choice = ops.Choice(
-            ops.linear(x, self.gate),
+            logits,
             k=config.num_experts_per_tok,
             scale=config.routed_scaling_factor,
             bias=self.bias,
             chosen=None if self.tid2eid is None else self.tid2eid[ids],
         )
-        matrices = (self.w1, self.w3, self.w2, config.swiglu_limit, self.shared)
-        return ops.routed(x, choice, *matrices, pace, back=back)
+        routed = (self.w1, self.w3, self.w2, limit)
+        return ops.routed(x, choice, *routed, ops.Shared(h, w2), pace, back=back)
 
 
 def tensors(module) -> Iterator[Matrix]:

@@ -9,6 +9,7 @@
 // eight neighbours of a row. All float, rounded once to the type of `out`; the
 // sum runs over k upwards.
 #include "octets.h"
+#include "swiglu.h"
 
 constant constexpr uint EMPTY = 0xffffffff;
 
@@ -32,10 +33,7 @@ METAL_FUNC void experts_grouped_gated(
   load(up + 8 * at, u);
 #pragma unroll
   for (int j = 0; j < 8; j++) {
-    // Comparisons, where min and clamp would hide a NaN.
-    float most = limit < g[j] ? limit : g[j];
-    float clipped = limit < u[j] ? limit : u[j] < -limit ? -limit : u[j];
-    u[j] = most / (1 + exp(-most)) * clipped * weight;
+    u[j] = swiglu(g[j], u[j], limit) * weight;
   }
   store(out + 8 * at, u);
 }

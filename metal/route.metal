@@ -40,19 +40,18 @@ METAL_FUNC void route_keys(
 // An expert's place is how many precede it.
 template <typename L, typename B>
 METAL_FUNC void route_best(
-    L logits,
+    L logits,                   // [E] of a token
     B bias,                     // [E]
-    device uint* ids,           // [N, K], best first
-    device float* weights,      // [N, K]
+    device uint* ids,           // [K], best first
+    device float* weights,      // [K]
     threadgroup float* keys,    // [E]
     threadgroup float* chosen,  // [K]
     float scale,
     uint E,
     uint K,
-    uint n,
     uint tid,
     uint threads) {
-  route_keys(logits + n * E, bias, keys, E, tid, threads);
+  route_keys(logits, bias, keys, E, tid, threads);
   for (uint e = tid; e < E; e += threads) {
     float key = keys[e];
     uint place = 0;
@@ -60,34 +59,33 @@ METAL_FUNC void route_best(
       place += keys[other] > key || (keys[other] == key && other < e);
     }
     if (place < K) {
-      ids[n * K + place] = e;
-      chosen[place] = route_score(logits[n * E + e]);
+      ids[place] = e;
+      chosen[place] = route_score(logits[e]);
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (tid < K) {
-    weights[n * K + tid] = route_weight(chosen, tid, K, scale);
+    weights[tid] = route_weight(chosen, tid, K, scale);
   }
 }
 
 // The experts of a hash layer are known.
 template <typename L, typename I>
 METAL_FUNC void route_listed(
-    L logits,
-    I ids,                      // [N, K]
-    device float* weights,      // [N, K]
+    L logits,                   // [E] of a token
+    I ids,                      // [K]
+    device float* weights,      // [K]
     threadgroup float* chosen,  // [K]
     float scale,
     uint E,
     uint K,
-    uint n,
     uint tid) {
   if (tid < K) {
-    chosen[tid] = route_score(logits[n * E + ids[n * K + tid]]);
+    chosen[tid] = route_score(logits[ids[tid]]);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (tid < K) {
-    weights[n * K + tid] = route_weight(chosen, tid, K, scale);
+    weights[tid] = route_weight(chosen, tid, K, scale);
   }
 }
 

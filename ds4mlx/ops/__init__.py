@@ -4,7 +4,7 @@ from .argmax import argmax
 from .attention import QUERIES, attends, attention
 from .dequantize import dequantize
 from .embed import embed
-from .experts import SORTED, TILE, experts, routed
+from .experts import SORTED, TILE, Shared, experts, routed
 from .grouped_linear import grouped_linear
 from .hc_collapse import hc_collapse
 from .hc_expand import Back, hc_expand
@@ -14,7 +14,7 @@ from .index_best import index_best
 from .index_scores import index_scores
 from .index_select import index_select, scored
 from .latents import Pool, latents
-from .linear import WIDENED, beside, linear, linears
+from .linear import WIDENED, Gated, beside, linear, linears
 from .markov import markov
 from .metal import compiles, placed
 from .mlp import mlp
@@ -32,7 +32,9 @@ __all__ = [
     "WIDENED",
     "Back",
     "Choice",
+    "Gated",
     "Pool",
+    "Shared",
     "argmax",
     "attends",
     "attention",

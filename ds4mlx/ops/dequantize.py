@@ -9,6 +9,7 @@ import numpy as np
 from ..packed import Matrix, Packed
 from . import metal
 
+_REGISTERS = 1 << 16  # of a multiprocessor
 _STEPS = 8  # octets that a thread widens of a listed matrix
 NATIVE = ("Q8_0", "Q4_0", "Q4_K", "MXFP4")  # types that MLX's quantised matmuls can read
 
@@ -148,6 +149,17 @@ def arrays(*ws: Matrix) -> list[mx.array]:
     table = [_magnitudes()] if any(kind(w) == "IQ2_XXS" for w in ws) else []
     planes = [w.planes if isinstance(w, Packed) else {"data": w} for w in ws]
     return table + [p[n] for w, p in zip(ws, planes, strict=True) for n in STRUCTS[kind(w)][1]]
+
+
+def bounds(threads: int, *ws: Matrix, registers: int = 72) -> dict[str, int]:
+    """Of a template (`cuda.translate`): at least so many for a thread, enough for packed words.
+
+    A compiler by itself takes more, of which a threadgroup fewer fits, or spares them and moves
+    loads behind what they should overlap.
+    """
+    packed = all(isinstance(w, Packed) for w in ws)
+    resident = max(1, _REGISTERS // registers // threads)
+    return {"THREADS": threads, "RESIDENT": resident} if packed else {}
 
 
 _TABLE = """threadgroup uint2 magnitudes[256];

@@ -2,16 +2,17 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..packed import Matrix, Packed
 from ..rows import FEW, each_row
 from . import metal
-from .dequantize import NATIVE, arrays, dequantize, kind, readers
+from .columns import Columns, source
+from .dequantize import NATIVE, arrays, bounds, dequantize, kind, readers
 from .experts_down import (
     blocks,
-    bounds,
     experts_down,
     experts_down_reference,
     gather,
@@ -20,8 +21,18 @@ from .experts_down import (
 )
 from .experts_grouped import experts_grouped
 from .hc_expand import Back, Streams, written
-from .mlp import mlp, mlp_reference, swiglu
+from .linear import blocking, linear, padded_rows, part_size, swiglu
+from .linear import takes as linear_takes
+from .mlp import mlp
 from .route import Choice, chosen_by
+
+
+class Shared(NamedTuple):
+    """An expert that all rows meet: what w1 and w3 of it have made, [N, F], and w2 [D, F]."""
+
+    h: mx.array | Columns
+    w2: Matrix
+
 
 _CHOOSING = 2  # rows at most that choose their experts within the experts' launch
 SORTED = 768  # rows from which widened experts are cheaper than the kernels in blocks
@@ -36,20 +47,20 @@ def experts(
     w3: Matrix,
     w2: Matrix,
     limit: float,
-    shared=None,
+    shared: Shared | None = None,
     pace: Callable | None = None,
     back: Back | None = None,
 ) -> mx.array | Streams:
     """x [N, D], ids [N, K] uint32, weights [N, K]; w1, w3 [E, F, D], w2 [E, D, F] -> [N, D].
 
-    The weight is applied before w2 (model 12). shared: w1, w3 [F, D] and w2 [D, F] of an expert
-    that every row meets with weight 1; its product is added last. back: the sum is written back.
+    The weight is applied before w2 (model 12). shared: of an expert that every row meets with
+    weight 1, whose product is added last. back: the sum is written back.
 
-    Two launches, `experts` (w1 and w3) and `experts_down` (w2), where their kernels take the
-    shapes (`takes`), w1 is of w3's type, and the shared ones are so too; else the reference. More
+    Two launches, `experts` (w1 and w3, and the shared w2 for all rows) and `experts_down` (w2),
+    where their kernels take the shapes (`takes`) and w1 is of w3's type; else the reference. More
     rows than FEW go through them in blocks. Many go through MLX's grouped product (`_sorted`), on
     CUDA, where that one uses no tensor cores, through batched ones (`experts_grouped`, which
-    takes `pace`); the shared expert then through a product of all.
+    takes `pace`).
     """
     N, K = ids.shape
     if N > FEW and takes((FEW, K), w1, w3, w2):
@@ -59,69 +70,101 @@ def experts(
             routed = mx.concatenate(parts)
         else:
             routed = _many(x, ids, weights, w1, w3, w2, limit, pace)
-        y = routed + mlp_reference(x, *shared, limit) if shared else routed
-        return written(y, back)
-    both = [(w1, w3), *([shared[:2]] if shared else [])]
-    if not _taken((N, K), both):
+        return written(_added(routed, shared), back)
+    if not _taken((N, K), w1, w3):
         return written(experts_reference(x, ids, weights, w1, w3, w2, limit, shared), back)
-    (h,) = _launch(x, K, {"ids": ids, "weights": weights}, both, limit)
-    return experts_down(h, ids, w2, shared[2] if shared else None, back)
+    h, own = _launch(x, K, {"ids": ids, "weights": weights}, w1, w3, limit, shared)
+    return experts_down(h, ids, w2, own, back)
 
 
 def routed(
-    x, choice: Choice, w1: Matrix, w3: Matrix, w2: Matrix, limit, shared=None, pace=None, back=None
-):
+    x,
+    choice: Choice,
+    w1: Matrix,
+    w3: Matrix,
+    w2: Matrix,
+    limit: float,
+    shared: Shared | None = None,
+    pace: Callable | None = None,
+    back: Back | None = None,
+) -> mx.array | Streams:
     """`experts` of what `route` chooses; one or two rows choose within the launch, one is spared.
 
     Each threadgroup chooses for itself, so that for more rows a launch takes less.
     """
     N, E, K = *choice.logits.shape, choice.k
-    both = [(w1, w3), *([shared[:2]] if shared else [])]
     assert K <= E, (K, E)
-    if N > _CHOOSING or not _taken((N, K), both) or E > 1024 or K > 32:
+    if N > _CHOOSING or not _taken((N, K), w1, w3) or E > 1024 or K > 32:
         return experts(x, *chosen_by(choice), w1, w3, w2, limit, shared, pace, back)
-    inputs, ids = {"logits": choice.logits}, choice.chosen
-    if ids is None:
-        h, ids = _launch(x, K, inputs | {"bias": choice.bias}, both, limit, choice.scale)
-    else:
-        (h,) = _launch(x, K, inputs | {"ids": ids}, both, limit, choice.scale)
-    return experts_down(h, ids, w2, shared[2] if shared else None, back)
+    logits, at, stride = source(choice.logits)
+    inputs, ids = {"logits": logits}, choice.chosen
+    inputs |= {"bias": choice.bias} if ids is None else {"ids": ids}
+    template = {"E": E, "LOGITS_AT": at, "LOGITS_STRIDE": stride}
+    h, own, *chosen = _launch(x, K, inputs, w1, w3, limit, shared, choice.scale, template)
+    return experts_down(h, chosen[0] if ids is None else ids, w2, own, back)
 
 
-def _taken(places: tuple[int, int], both) -> bool:
-    """Whether the kernel is there for N and K and the pairs of w1 and w3."""
-    w1 = both[0][0]
-    return all(
-        kind(gate) == kind(up) and takes(places, gate, up) and gate.shape[-2:] == w1.shape[1:]
-        for gate, up in both
-    )
+def _taken(places: tuple[int, int], w1: Matrix, w3: Matrix) -> bool:
+    """Whether the kernel is there for N and K."""
+    return kind(w1) == kind(w3) and takes(places, w1, w3)
 
 
-def _launch(x, K: int, choice: dict[str, mx.array], both, limit: float, scale: float = 0.0):
-    """h [N, places, F], and where the launch chooses the ids [N, K]."""
-    N, (F, D) = x.shape[0], both[0][0].shape[1:]
-    tile, places, chooses = tiling(F), K + len(both) - 1, "bias" in choice
-    kernel = _kernel(limit, tuple(choice), scale, *(kind(gate) for gate, _ in both))
-    template = {"D": D, "F": F, "K": K, "PLACES": places, "T": tile}
-    template |= bounds(32 * blocks(D), *(w for pair in both for w in pair))
-    if "logits" in choice:
-        template["E"] = choice["logits"].shape[1]
-    return kernel(
+def _added(y: mx.array, shared: Shared | None) -> mx.array:
+    return y if shared is None else y + linear(*shared)
+
+
+def _launch(
+    x,
+    K: int,
+    choice: dict[str, mx.array],
+    w1: Matrix,
+    w3: Matrix,
+    limit: float,
+    shared: Shared | None,
+    scale: float = 0.0,
+    template: dict | None = None,
+):
+    """h [N, K, F]; what the shared expert gives [N, D], or None; and the ids [N, K] if chosen."""
+    N, (F, D) = x.shape[0], w1.shape[1:]
+    tile, simdgroups, chooses = tiling(F), blocks(D), "bias" in choice
+    template = {"D": D, "F": F, "K": K, "T": tile, "PART": 2 * tile * simdgroups} | (template or {})
+    within, inputs, size = None, [], 0
+    if shared and linear_takes(*shared) and kind(shared.w2) != "IQ2_XXS":  # which wants a table
+        within, inputs = kind(shared.w2), [source(shared.h)[0], *arrays(shared.w2)]
+        more, size = _shared(N, simdgroups, shared)
+        template |= more | {"PART": max(template["PART"], more["PART"])}
+    template |= bounds(32 * simdgroups, w1, w3, registers=80 if within else 72)
+    h, *others = _kernel(limit, tuple(choice), scale, kind(w1), within)(
         x,
         *choice.values(),
-        *arrays(*(w for pair in both for w in pair)),
+        *inputs,
+        *arrays(w1, w3),
         template=template,
-        grid=(F // tile * 32 * blocks(D), places * N, 1),
-        group=(32 * blocks(D), 1, 1),
-        shapes=[(N, places, F), (N, K)][: 1 + chooses],
-        dtypes=[mx.float32, mx.uint32][: 1 + chooses],
+        grid=(F // tile * 32 * simdgroups, K * N + -(-size * tile // F), 1),
+        group=(32 * simdgroups, 1, 1),
+        shapes=[(N, K, F), *[(N, D)] * bool(within), *[(N, K)] * chooses],
+        dtypes=[mx.float32, *[mx.float32] * bool(within), *[mx.uint32] * chooses],
     )
+    own = others.pop(0) if within else shared and linear(*shared)
+    return h, own, *others
+
+
+def _shared(N: int, simdgroups: int, shared: Shared) -> tuple[dict, int]:
+    """Of the template, and how many threadgroups of so many simdgroups multiply w2."""
+    (_, at, stride), rows = source(shared.h), padded_rows(N)
+    # A tile as for one row: registers are few.
+    shares, sets, tile, size = blocking(shared.w2, 1, simdgroups=simdgroups)
+    return {
+        **{"ROWS": rows, "TILE": tile, "SETS": sets, "SPLIT": shares.bit_length() - 1},
+        **{"SHARED_K": shared.w2.shape[1], "SHARED_AT": at, "SHARED_STRIDE": stride},
+        "PART": part_size(rows, tile, sets, simdgroups),
+    }, size
 
 
 def experts_reference(x, ids, weights, w1, w3, w2, limit, shared=None):
     if shared is not None:
         routed = experts_reference(x, ids, weights, w1, w3, w2, limit)
-        return routed + mlp_reference(x, *shared, limit)
+        return routed + linear(*shared)
 
     def gathered(x, ids, weights):
         up = swiglu(gather(x[:, None], w1, ids), gather(x[:, None], w3, ids), limit)
@@ -181,45 +224,45 @@ def _grouped(x: mx.array, w: Matrix, chosen: mx.array) -> mx.array:
 @cache
 def _kernel(limit: float, choice: tuple, scale: float, routed, shared=None) -> metal.Kernel:
     """choice: names of the inputs that say which experts a row meets, and with what weights."""
-    kinds = {"gate": routed, "up": routed}
+    inputs, readers_ = readers({"gate": routed, "up": routed})
+    outputs, own, weight, expert = ["h"], "", "weights[slot]", "ids[slot]"
     if shared:
-        kinds |= {"shared_gate": shared, "shared_up": shared}
-    inputs, readers_ = readers(kinds)
-
-    def call(gate, up, weight, expert):
-        return f"""experts<D, F, T>({gate}, {up}, x + row * D, {weight},
-    {metal.literal(limit)}, h + (row * PLACES + place) * F, stage, part, {expert},
-    threadgroup_position_in_grid.x, thread_index_in_threadgroup, simdgroup_index_in_threadgroup,
-    thread_index_in_simdgroup);"""
-
-    # The shared expert, which may take longest, comes first.
-    meet_shared = f"""if (place == K) {{
-  {call("shared_gate", "shared_up", "1", "0")}
+        planes, reader = readers({"w2": shared})
+        inputs, outputs = ["shared", *planes, *inputs], ["h", "y"]
+        # Short ones come last, and fill the device as it empties.
+        readers_ = f"""if (threadgroup_position_in_grid.y >= K * x_shape[0]) {{
+  {reader}uint place = (threadgroup_position_in_grid.y - K * x_shape[0]) *
+      threadgroups_per_grid.x + threadgroup_position_in_grid.x;
+  experts_shared<ROWS, TILE, SETS, SPLIT, SHARED_K, SHARED_STRIDE>(shared + SHARED_AT, w2, y,
+      part, x_shape[0], D, place * ((D + 1023) / 1024) + simdgroup_index_in_threadgroup,
+      simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
   return;
 }}
-"""
-    own, weight, expert = "", "weights[slot]", "ids[slot]"
+{readers_}"""
     if "logits" in choice:
         own = "threadgroup float keys[E];\nthreadgroup float chosen[K];\nthreadgroup uint own[K];\n"
-        where = "thread_index_in_threadgroup"
+        row, where = "logits + row * LOGITS_STRIDE + LOGITS_AT", "thread_index_in_threadgroup"
         if "bias" in choice:
-            own += f"""route_choose<E, K>(logits + row * E, bias, keys, chosen, own, {where},
+            outputs = [*outputs, "ids"]
+            own += f"""route_choose<E, K>({row}, bias, keys, chosen, own, {where},
     threads_per_threadgroup.x, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 if (threadgroup_position_in_grid.x == 0 && {where} == 0) {{
   ids[slot] = own[place];
 }}
 """
         else:
-            own += f"route_look<E, K>(logits + row * E, ids + row * K, chosen, own, {where});\n"
+            own += f"route_look<E, K>({row}, ids + row * K, chosen, own, {where});\n"
         weight, expert = f"route_weight(chosen, place, K, {metal.literal(scale)})", "own[place]"
     return metal.Kernel(
         "experts",
         inputs=["x", *choice, *inputs],
-        outputs=["h", "ids"] if "bias" in choice else ["h"],
+        outputs=outputs,
         call=f"""threadgroup float4 stage[(D + 1023) / 1024 * 128];
-threadgroup float part[(D + 1023) / 1024 * 2 * T];
+threadgroup float part[PART];
 {readers_}uint row = threadgroup_position_in_grid.y % x_shape[0];
-uint place = (threadgroup_position_in_grid.y / x_shape[0] + K) % PLACES;
-{meet_shared if shared else ""}uint slot = row * K + place;
-{own}{call("gate", "up", weight, expert)}""",
+uint place = threadgroup_position_in_grid.y / x_shape[0];
+uint slot = row * K + place;
+{own}experts<D, F, T>(gate, up, x + row * D, {weight}, {metal.literal(limit)}, h + slot * F, stage,
+    part, {expert}, threadgroup_position_in_grid.x, thread_index_in_threadgroup,
+    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);""",
     )

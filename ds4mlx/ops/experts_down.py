@@ -8,42 +8,45 @@ import mlx.core as mx
 from ..packed import Matrix, Packed
 from ..rows import FEW, each_row
 from . import metal
-from .dequantize import NATIVE, STRUCTS, arrays, dequantize, kind, native, readers
+from .dequantize import NATIVE, STRUCTS, arrays, bounds, dequantize, kind, native, readers
 from .hc_expand import Back, Streams, written
-from .linear import linear_reference
 
 _SIMDGROUPS = 14  # of a threadgroup, at most: each has 2 KB of its memory, which is 32 KB
 PLANES = tuple(type for type in STRUCTS if isinstance(type, str))  # packed, and in a kernel
 
 
 def experts_down(
-    h: mx.array, ids: mx.array, w2: Matrix, shared: Matrix | None = None, back: Back | None = None
+    h: mx.array,
+    ids: mx.array,
+    w2: Matrix,
+    shared: mx.array | None = None,
+    back: Back | None = None,
 ) -> mx.array | Streams:
     """h [N, K, F] float32, ids [N, K], w2 [E, D, F] -> sum_k w2[ids[n, k]] h[n, k], [N, D].
 
-    shared: a matrix [D, F] for one further place of h, which is added last. back: the sum is
-    written back. The kernel takes what `takes` says, and then all is one launch.
+    shared [N, D]: what a shared expert gives, which is added last. back: the sum is written back.
+    The kernel takes what `takes` says, and then all is one launch.
     """
-    N, places, F = h.shape
-    D, K = w2.shape[1], ids.shape[1]
-    both = [w2] if shared is None else [w2, shared]
-    if not takes(ids.shape, *both):
+    N, K, F = h.shape
+    D = w2.shape[1]
+    if not takes(ids.shape, w2):
         return written(experts_down_reference(h, ids, w2, shared), back)
     if back and not back.mixes:
         return written(experts_down(h, ids, w2, shared), back)
     tile = tiling(D, N)
     # The blocks of a row in simdgroups of their own, or one after the other.
-    split = blocks(F) if places * blocks(F) <= _SIMDGROUPS else 1
-    threads = 32 * places * split
-    template = {"D": D, "F": F, "K": K, "PLACES": places, "SPLIT": split, "T": tile}
-    template |= bounds(threads, *both) if N > 1 else {}
+    split = blocks(F) if K * blocks(F) <= _SIMDGROUPS else 1
+    threads = 32 * K * split
+    template = {"D": D, "F": F, "K": K, "SPLIT": split, "T": tile, "SHARED": shared is not None}
+    template |= bounds(threads, w2) if N > 1 else {}
     if back:
         channels = 4 if D % 16 else 16  # of a part: of the least tile
         template |= {"HC": back.x.shape[1], "C": channels}
-    results = _kernel(back is not None, *map(kind, both))(
+    results = _kernel(back is not None, shared is not None, kind(w2))(
         h,
         ids,
-        *arrays(*both),
+        *([] if shared is None else [shared]),
+        *arrays(w2),
         *(back.arrays if back else []),
         template=template,
         grid=(D // tile * threads, N, 1),
@@ -55,9 +58,8 @@ def experts_down(
 
 
 def experts_down_reference(h, ids, w2, shared=None):
-    K = ids.shape[1]
-    out = each_row(lambda h, ids: gather(h, w2, ids).sum(axis=1), h[:, :K], ids)
-    return out if shared is None else out + linear_reference(h[:, K], shared)
+    out = each_row(lambda h, ids: gather(h, w2, ids).sum(axis=1), h, ids)
+    return out if shared is None else out + shared
 
 
 def gather(x: mx.array, w: Matrix, ids: mx.array) -> mx.array:
@@ -98,36 +100,26 @@ def tiling(rows: int, N: int = 1) -> int:
     return 4 if rows % 16 else 16 if N == 1 or rows % 32 else 32
 
 
-def bounds(threads: int, *ws: Matrix) -> dict[str, int]:
-    """Of a template (`cuda.translate`): about 72 registers a thread, enough for packed words.
-
-    A compiler by itself takes 80, of which a threadgroup fewer fits, or spares them and moves loads
-    behind what they should overlap.
-    """
-    packed = all(isinstance(w, Packed) for w in ws)
-    return {"THREADS": threads, "RESIDENT": max(1, 896 // threads)} if packed else {}
-
-
 @cache
-def _kernel(back: bool, routed, shared=None) -> metal.Kernel:
-    kinds = {"w2": routed, **({"shared": shared} if shared else {})}
-    inputs, readers_ = readers(kinds)
+def _kernel(back: bool, shared: bool, kind_: str | mx.Dtype) -> metal.Kernel:
+    inputs, readers_ = readers({"w2": kind_})
+    inputs = ["shared", *inputs] if shared else inputs
     outputs = ["out"]
-    name, to = "experts_down<D, F, K, PLACES, SPLIT, T>", "out + row * D, stage, sums"
+    name, to = "experts_down<D, F, K, SPLIT, T, SHARED>", "out + row * D, stage, sums"
     if back:
         inputs += ["x", "post", "comb", "fn"]
         outputs = ["streams", "part"]
-        name = "experts_down_back<D, F, K, PLACES, SPLIT, T, HC, C>"
+        name = "experts_down_back<D, F, K, SPLIT, T, SHARED, HC, C>"
         to = """x + row * HC * D, post + row * HC, comb + row * HC * HC, fn,
     streams + row * HC * D, part + row * ((D + C - 1) / C) * ((2 + HC) * HC + 1), stage, sums"""
     return metal.Kernel(
         "experts_down",
         inputs=["h", "ids", *inputs],
         outputs=outputs,
-        call=f"""threadgroup float4 stage[PLACES * SPLIT * 128];
-threadgroup float sums[PLACES * ((F + 1023) / 1024) * T];
+        call=f"""threadgroup float4 stage[K * SPLIT * 128];
+threadgroup float sums[K * ((F + 1023) / 1024) * T];
 {readers_}uint row = threadgroup_position_in_grid.y;
-{name}(w2, {"shared" if shared else "w2"}, h + row * PLACES * F, ids + row * K,
+{name}(w2, h + row * K * F, ids + row * K, {"shared + row * D" if shared else "h"},
     {to}, threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup,
     thread_index_in_simdgroup);""",
     )

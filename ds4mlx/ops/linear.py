@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..packed import Matrix, Packed
 from ..rows import FEW, each_row
 from . import metal
-from .columns import Columns, whole
-from .dequantize import NATIVE, STRUCTS, arrays, dequantize, kind, native, readers
+from .columns import Columns, source, whole
+from .dequantize import NATIVE, STRUCTS, arrays, bounds, dequantize, kind, native, readers
 from .hc_expand import Back, Streams, written
 
 WIDENED = 1 << 26  # elements of a matrix that prefill widens at a time (256 MB of float32)
@@ -20,22 +21,43 @@ _SETS, _WIDE, _ENOUGH = 4, ("Q8_0", "Q4_K"), 4096
 _BUFFERS = 31  # that a Metal kernel takes
 
 
+class Gated(NamedTuple):
+    """Two matrices of one type, [M, K] each, of which a row x makes swiglu(gate x, up x), [M]."""
+
+    gate: Matrix
+    up: Matrix
+    limit: float
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.gate.shape
+
+
+def swiglu(gate: mx.array, up: mx.array, limit: float) -> mx.array:
+    """silu(gate) up: the gate is limited from above only, the up branch on both sides."""
+    gate = mx.minimum(gate, limit)
+    return gate * mx.sigmoid(gate) * mx.clip(up, -limit, limit)
+
+
 @cache
-def _kernel(kinds: tuple) -> metal.Kernel:
-    """All write columns of one product, from AT on."""
-    names = [f"w{i}" for i in range(len(kinds))]
-    inputs, readers_ = readers(dict(zip(names, kinds, strict=True)))
-    branches = []
-    for name, kind_ in zip(names, kinds, strict=True):
+def _kernel(products: tuple[tuple, ...]) -> metal.Kernel:
+    """products: each a kind, and of gated ones a limit. All write columns of one, from AT on."""
+    kinds, branches = {}, []
+    for i, (kind_, *limit) in enumerate(products):
+        name, op = f"w{i}", "linear_gated" if limit else "linear"
+        kinds |= {name: kind_} | ({f"{name}_up": kind_} if limit else {})
         shape = f"{name}_{STRUCTS[kind_][1][0]}_shape[0]"
+        ws = f"{name}, {name}_up" if limit else name
+        end = metal.literal(*limit) if limit else "threadgroup_position_in_grid.y"
         branches.append(f"""if (place < {name}_SIZE) {{
-  linear<ROWS, {name}_TILE, {name}_SETS, K, G, STRIDE>(x, {name}, out + {name}_AT, part,
-      x_shape[0], {shape} / G, threadgroup_position_in_grid.y, place,
+  {op}<ROWS, {name}_TILE, {name}_SETS, {name}_SPLIT, K, X_STRIDE, STRIDE>(x + X_AT, {ws},
+      out + {name}_AT, part, x_shape[0], {shape} / G, {end}, place,
       simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
   return;
 }}
 place -= {name}_SIZE;
 """)
+    inputs, readers_ = readers(kinds)
     return metal.Kernel(
         "linear",
         inputs=["x", *inputs],
@@ -62,41 +84,44 @@ threadgroup float chunk[ROWS * HC * SETS * TILE];
     )
 
 
-def linear(x: mx.array, w: Matrix, back: Back | None = None) -> mx.array | Streams:
+def linear(x: mx.array | Columns, w: Matrix, back: Back | None = None) -> mx.array | Streams:
     """x [N, K] float32, w [M, K] -> x w^T, [N, M] float32, or that written back.
 
     The kernel takes up to FEW rows, and every type; K is a multiple of 32, and w has 2048
     elements or more. With `back` it is one launch too, where 8 simdgroups share an output
-    (`_split`); else the product and `hc_expand`.
+    (`split`); else the product and `hc_expand`.
     """
-    if back and takes(x, w) and back.mixes and w.shape[0] >= 4 and _split(w) == _SIMDGROUPS:
-        return _launch_back(x, w, back)
+    if back and takes(x, w) and back.mixes and w.shape[0] >= 4 and split(w) == _SIMDGROUPS:
+        return _launch_back(whole(x), w, back)
     return written(linears(x, [w])[0], back)
 
 
-def linears(x: mx.array, ws: Sequence[Matrix]) -> list[mx.array]:
-    """x [N, K] float32, each w [M, K] -> [linear(x, w) for w in ws], bit for bit.
+def linears(x: mx.array | Columns, ws: Sequence[Matrix | Gated]) -> list[mx.array]:
+    """x [N, K] float32, each w [M, K] -> [linear(x, w) for w in ws], bit for bit; also gated ones.
 
     One launch for all that the kernel takes, but for what is beyond Metal's 31 buffers.
     """
     return [whole(product) for product in beside(x, ws)]
 
 
-def beside(x: mx.array, ws: Sequence[Matrix]) -> list[mx.array | Columns]:
+def beside(x: mx.array | Columns, ws: Sequence[Matrix | Gated]) -> list[mx.array | Columns]:
     """The same; the kernel's products lie side by side."""
     taken = [w for w in ws if takes(x, w)]
     products_ = iter(products(x, taken))
-    return [next(products_) if takes(x, w) else linear_reference(x, w) for w in ws]
+    return [next(products_) if takes(x, w) else _reference(whole(x), w) for w in ws]
 
 
-def takes(x: mx.array, w: Matrix) -> bool:
+def takes(x: mx.array | Columns, w: Matrix | Gated) -> bool:
     """Whether `products` is there for rows x [N, .] and w [., K]."""
     M, K = w.shape
+    alike = len({(kind(m), m.shape) for m in _matrices(w)}) == 1
     # From 2048 elements on no plane has fewer than 8, which Metal gets in another space.
-    return metal.enabled() and x.shape[0] <= FEW and K % 32 == 0 and M * K >= 2048
+    return metal.enabled() and alike and x.shape[0] <= FEW and K % 32 == 0 and M * K >= 2048
 
 
-def products(x: mx.array, ws: Sequence[Matrix], G: int = 1) -> list[mx.array | Columns]:
+def products(
+    x: mx.array | Columns, ws: Sequence[Matrix | Gated], G: int = 1
+) -> list[mx.array | Columns]:
     """The kernel: x [N, G, K], each w [G * R, K] -> [N, G * R], block g of w times x[:, g].
 
     x may have any axes after the first: a view is time that a step waits for the host.
@@ -112,29 +137,43 @@ def products(x: mx.array, ws: Sequence[Matrix], G: int = 1) -> list[mx.array | C
     return out
 
 
-def _buffers(ws: Sequence[Matrix]) -> int:
-    """Of a launch: x and its shape, and the product; of each matrix its planes and their shape."""
-    return 3 + len(arrays(*ws)) + len(ws)
+def _matrices(*ws: Matrix | Gated) -> list[Matrix]:
+    return [m for w in ws for m in ((w.gate, w.up) if isinstance(w, Gated) else (w,))]
 
 
-def _launch(x: mx.array, ws: Sequence[Matrix], G: int) -> list[mx.array | Columns]:
+def _buffers(ws: Sequence[Matrix | Gated]) -> int:
+    """Of a launch: x and its shape, and the product; of each its planes and their shape."""
+    return 3 + len(arrays(*_matrices(*ws))) + len(ws)
+
+
+def _launch(
+    x: mx.array | Columns, ws: Sequence[Matrix | Gated], G: int
+) -> list[mx.array | Columns]:
     N, K = x.shape[0], ws[0].shape[1]
+    x, at, stride = source(x) if isinstance(x, Columns) else (x, 0, G * K)
     for w in ws:
         assert w.shape[0] % G == 0 and w.shape[1] == K, (w.shape, G)
-        assert x.dtype == mx.float32 and x.size == N * G * K, (x.dtype, x.shape, w.shape)
-    rows, total = _rows(N), sum(w.shape[0] for w in ws)
+        assert not (isinstance(w, Gated) and G > 1)
+    assert x.dtype == mx.float32 and x.size == N * stride, (x.dtype, x.shape, K, G)
+    rows, total = padded_rows(N), sum(w.shape[0] for w in ws)
     template = {"ROWS": rows, "K": K, "G": G, "PART": 0, "STRIDE": total}
-    threadgroups, firsts = 0, []
+    template |= {"X_AT": at, "X_STRIDE": stride}
+    threadgroups, firsts, kinds = 0, [], []
     for i, w in enumerate(ws):
-        sets, tile, size = _blocking(w, rows, G)
+        matrix, *up = _matrices(w)
+        shares, sets, tile, size = blocking(matrix, rows, G, simdgroups=_SIMDGROUPS >> len(up))
         firsts.append(sum(w.shape[0] for w in ws[:i]))
+        kinds.append((kind(matrix), w.limit) if up else (kind(matrix),))
         template |= {f"w{i}_SETS": sets, f"w{i}_TILE": tile, f"w{i}_SIZE": size}
-        template[f"w{i}_AT"] = firsts[-1]
-        template["PART"] = max(template["PART"], _part(rows, tile, sets))
+        template |= {f"w{i}_SPLIT": shares.bit_length() - 1, f"w{i}_AT": firsts[-1]}
+        template["PART"] = max(template["PART"], part_size(rows, tile, sets))
         threadgroups += size
-    (out,) = _kernel(tuple(kind(w) for w in ws))(
+    if rows > 2:
+        gated = [m for w in ws if isinstance(w, Gated) for m in _matrices(w)]
+        template |= bounds(32 * _SIMDGROUPS, *gated, registers=128) if gated else {}
+    (out,) = _kernel(tuple(kinds))(
         x,
-        *arrays(*ws),
+        *arrays(*_matrices(*ws)),
         template=template,
         grid=(32 * _SIMDGROUPS * threadgroups, G, 1),
         group=(32 * _SIMDGROUPS, 1, 1),
@@ -148,10 +187,10 @@ def _launch(x: mx.array, ws: Sequence[Matrix], G: int) -> list[mx.array | Column
 
 def _launch_back(x: mx.array, w: Matrix, back: Back) -> Streams:
     N, K = x.shape
-    D, rows = w.shape[0], _rows(N)
+    D, rows = w.shape[0], padded_rows(N)
     assert w.shape[1] == K and x.dtype == mx.float32, (x.dtype, x.shape, w.shape)
     assert back.x.shape[2] == D and back.fn.shape[1] == back.x[0].size, (D, back.fn.shape)
-    sets, tile, size = _blocking(w, rows, 1)
+    _, sets, tile, size = blocking(w, rows, 1)
     channels = sets * (4 if sets == 1 else 2)  # of a part: of the least tile
     streams, part = _kernel_back(kind(w))(
         x,
@@ -159,7 +198,7 @@ def _launch_back(x: mx.array, w: Matrix, back: Back) -> Streams:
         *back.arrays,
         template={
             **{"ROWS": rows, "TILE": tile, "SETS": sets, "K": K},
-            **{"HC": back.x.shape[1], "C": channels, "PART": _part(rows, tile, sets)},
+            **{"HC": back.x.shape[1], "C": channels, "PART": part_size(rows, tile, sets)},
         },
         grid=(32 * _SIMDGROUPS * size, 1, 1),
         group=(32 * _SIMDGROUPS, 1, 1),
@@ -169,32 +208,41 @@ def _launch_back(x: mx.array, w: Matrix, back: Back) -> Streams:
     return streams, part
 
 
-def _rows(N: int) -> int:
+def padded_rows(N: int) -> int:
+    """ROWS of metal/products.h for N rows."""
     return N if N == 1 else metal.round_up(N, 2)
 
 
-def _part(rows: int, tile: int, sets: int) -> int:
-    """Floats of a threadgroup's `part` in linear.metal."""
-    return _SIMDGROUPS * metal.round_up(rows * tile * sets, 32)
+def part_size(rows: int, tile: int, sets: int, simdgroups: int = _SIMDGROUPS) -> int:
+    """Floats of a threadgroup's sums in metal/products.h."""
+    return simdgroups * metal.round_up(rows * tile * sets, 32)
 
 
-def _split(w: Matrix) -> int:
-    """How many simdgroups share an output: as linear_split of linear.metal."""
+def split(w: Matrix) -> int:
+    """How many simdgroups share an output: enough to fill a GPU, but with columns enough each."""
     M, K = w.shape
     columns = 2048 if M >= 16384 else 1024 if M >= 4096 else 1
     return next(n for n in (1, 2, 4, 8) if n == 8 or 2 * n * columns > K)
 
 
-def _blocking(w: Matrix, rows: int, G: int) -> tuple[int, int, int]:
-    """SETS and TILE of linear.metal, and how many threadgroups a group of w takes.
+def blocking(w: Matrix, rows: int, G: int = 1, simdgroups: int = _SIMDGROUPS):
+    """2^SPLIT, SETS and TILE of metal/products.h; how many threadgroups a group of w takes.
 
-    TILE may depend on the rows; SETS and the split order sums, and may not.
+    simdgroups: of a threadgroup, that meet w. TILE may depend on the rows; SETS and the split
+    order sums, and may not.
     """
     M = w.shape[0]
+    shares = next(n for n in (8, 4, 2, 1) if n <= split(w) and simdgroups % n == 0)
     sets = _SETS if kind(w) in _WIDE and M >= _ENOUGH else 1
     tile = 2 if sets > 1 and rows <= 2 else 4
     tile = tile if tile <= M // G else 1
-    return sets, tile, -(-(M // G) // (tile * sets * _SIMDGROUPS // _split(w)))
+    return shares, sets, tile, -(-(M // G) // (tile * sets * simdgroups // shares))
+
+
+def _reference(x: mx.array, w: Matrix | Gated) -> mx.array:
+    if isinstance(w, Gated):
+        return swiglu(linear_reference(x, w.gate), linear_reference(x, w.up), w.limit)
+    return linear_reference(x, w)
 
 
 def linear_reference(x: mx.array, w: Matrix) -> mx.array:

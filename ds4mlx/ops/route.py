@@ -8,6 +8,7 @@ import mlx.core as mx
 from ..packed import Matrix
 from ..rows import each_row
 from . import metal
+from .columns import Columns, source, whole
 from .linear import linear
 
 
@@ -18,8 +19,10 @@ def _best(scale: float) -> metal.Kernel:
         inputs=["logits", "bias"],
         outputs=["ids", "weights"],
         call=f"""threadgroup float keys[E + K];
-route_best(logits, bias, ids, weights, keys, keys + E, {metal.literal(scale)}, E, K,
-    threadgroup_position_in_grid.y, thread_index_in_threadgroup, threads_per_threadgroup.x);""",
+uint n = threadgroup_position_in_grid.y;
+route_best(logits + n * LOGITS_STRIDE + LOGITS_AT, bias, ids + n * K, weights + n * K, keys,
+    keys + E, {metal.literal(scale)}, E, K, thread_index_in_threadgroup,
+    threads_per_threadgroup.x);""",
     )
 
 
@@ -30,15 +33,16 @@ def _listed(scale: float) -> metal.Kernel:
         inputs=["logits", "ids"],
         outputs=["weights"],
         call=f"""threadgroup float chosen[K];
-route_listed(logits, ids, weights, chosen, {metal.literal(scale)}, E, K,
-    threadgroup_position_in_grid.y, thread_index_in_threadgroup);""",
+uint n = threadgroup_position_in_grid.y;
+route_listed(logits + n * LOGITS_STRIDE + LOGITS_AT, ids + n * K, weights + n * K, chosen,
+    {metal.literal(scale)}, E, K, thread_index_in_threadgroup);""",
     )
 
 
 class Choice(NamedTuple):
     """What `route` chooses by."""
 
-    logits: mx.array  # [N, E] float32, the gate's product
+    logits: mx.array | Columns  # [N, E] float32, the gate's product
     k: int
     scale: float
     bias: mx.array | None = None  # [E]
@@ -60,6 +64,7 @@ def chosen_by(choice: Choice) -> tuple[mx.array, mx.array]:
     if not metal.enabled():
         return _reference(choice)
     N, E = logits.shape
+    logits, at, stride = source(logits)
     assert k <= min(E, 32), (k, E)
     listed = chosen is not None
     kernel, group = (_listed, 32) if listed else (_best, min(1024, metal.round_up(E, 32)))
@@ -67,7 +72,7 @@ def chosen_by(choice: Choice) -> tuple[mx.array, mx.array]:
     results = kernel(
         logits,
         chosen if listed else bias,
-        template={"E": E, "K": k},
+        template={"E": E, "K": k, "LOGITS_AT": at, "LOGITS_STRIDE": stride},
         grid=(group, N, 1),
         group=(group, 1, 1),
         shapes=[(N, k)] * len(kernel.outputs),
@@ -82,6 +87,7 @@ def route_reference(x, gate: Matrix, **settings):
 
 def _reference(choice: Choice):
     logits, k, scale, bias, chosen = choice
+    logits = whole(logits)
 
     def one(logits, *chosen):
         score = mx.sqrt(mx.logaddexp(logits, mx.array(0.0)))

@@ -91,7 +91,7 @@ def log_probabilities(logits: mx.array) -> np.ndarray:
 
 
 PRODUCTS = (  # the references that multiply by a weight, wherever they are called
-    *((module, "linear_reference") for module in ("linear", "grouped_linear", "experts_down")),
+    *((module, "linear_reference") for module in ("linear", "grouped_linear")),
     *((module, "gather") for module in ("experts", "experts_down")),
 )
 

@@ -11,7 +11,8 @@ import pytest
 
 from ds4mlx.msl import cuda
 from ds4mlx.ops import metal
-from ds4mlx.ops.experts import experts
+from ds4mlx.ops.experts import Shared, experts
+from ds4mlx.ops.linear import Gated, linears
 from tests.ops.matrices import matrix
 
 
@@ -44,15 +45,19 @@ def test_a_folder_that_cuda_could_not_include_from_is_refused(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "type, rows, bounds",
+    "type, rows, shared, bounds",
     [
-        ("IQ2_XXS", 1, ["(32, 28)", None]),
-        ("IQ2_XXS", 3, ["(32, 28)", "(64, 14)"]),
-        ("F16", 3, [None, None]),
+        ("IQ2_XXS", 1, False, ["(32, 28)", None]),
+        ("IQ2_XXS", 3, False, ["(32, 28)", "(64, 14)"]),
+        ("Q8_0", 1, True, [None, "(32, 25)", None]),
+        ("Q8_0", 3, True, ["(256, 2)", "(32, 25)", "(64, 14)"]),
+        ("F16", 3, True, [None, None, None]),
     ],
 )
-def test_experts_of_packed_weights_tell_cuda_how_many_threadgroups_shall_fit(type, rows, bounds):
-    w, found = matrix(type, 8, 256, 256), []
+def test_experts_of_packed_weights_tell_cuda_how_many_threadgroups_shall_fit(
+    type, rows, shared, bounds
+):
+    w, found, x = matrix(type, 8, 256, 256), [], mx.zeros((rows, 256))
 
     def launch(kernel, inputs, template, grid, group, shapes, dtypes):
         header, _ = cuda.translate(kernel, inputs, template, dtypes)
@@ -62,7 +67,6 @@ def test_experts_of_packed_weights_tell_cuda_how_many_threadgroups_shall_fit(typ
         return [mx.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
 
     with patch.object(metal, "launch", launch), patch.object(metal, "enabled", lambda: True):
-        experts(
-            mx.zeros((rows, 256)), mx.zeros((rows, 2), mx.uint32), mx.ones((rows, 2)), w, w, w, 1
-        )
+        met = Shared(*linears(x, [Gated(w[0], w[1], 1)]), w[2]) if shared else None
+        experts(x, mx.zeros((rows, 2), mx.uint32), mx.ones((rows, 2)), w, w, w, 1, met)
     assert found == bounds

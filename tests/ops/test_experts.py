@@ -1,11 +1,14 @@
 import sys
+from collections import Counter
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from ds4mlx.ops import metal
-from ds4mlx.ops.experts import experts, experts_reference, routed
+from ds4mlx.ops.columns import Columns
+from ds4mlx.ops.experts import Shared, experts, experts_reference, routed
+from ds4mlx.ops.linear import Gated, beside
 from ds4mlx.ops.mlp import mlp_reference
 from ds4mlx.ops.route import Choice, chosen_by
 from tests.close import assert_close, assert_rows_alone, assert_same
@@ -33,16 +36,22 @@ def make(up, down, rows):
     return x, mx.array(ids, mx.uint32), mx.random.uniform(shape=(rows, K)), w1, w3, w2
 
 
-def block(up, down, E, F, D, K, shared=None):
-    """experts(...) with random weights, `shared` of that type, and 8 rows for it."""
+def shared(type, F, D):
+    """Of x: what every row meets, with random weights of that type; h stands among columns."""
+    w1, w3, w2 = (matrix(type, *shape, seed=2) for shape in ((F, D), (F, D), (D, F)))
+    before = matrix("F16", 4, D)
+    return lambda x: Shared(beside(x, [before, Gated(w1, w3, LIMIT)])[1], w2)
+
+
+def block(up, down, E, F, D, K, type=None):
+    """experts(...) with random weights, a shared one of that type, and 8 rows for it."""
     w = [matrix(up, E, F, D), matrix(up, E, F, D, seed=1), matrix(down, E, D, F)]
     rng = np.random.default_rng(E)
     mx.random.seed(E)
     ids = mx.array(np.stack([rng.permutation(E)[:K] for _ in range(8)]), mx.uint32)
     x, weights = mx.random.normal((8, D)) / 8, mx.random.uniform(shape=(8, K))
-    if shared:
-        shared = [matrix(shared, *shape, seed=2) for shape in ((F, D), (F, D), (D, F))]
-    op = lambda x, ids, weights: experts(x, ids, weights, *w, LIMIT, shared)  # noqa: E731
+    met = shared(type, F, D) if type else lambda x: None
+    op = lambda x, ids, weights: experts(x, ids, weights, *w, LIMIT, met(x))  # noqa: E731
     return op, [x, ids, weights]
 
 
@@ -58,6 +67,12 @@ CASES = {  # atol: about 1e-5 of the greatest element
     "one expert": Case(lambda: block("Q4_K", "Q4_K", 1, 256, 256, 1), "check", atol=1e-2),
     "q8": Case(lambda: block("Q8_0", "Q8_0", 4, 32, 32, 2), "check", atol=1e-3),
     "shared": Case(lambda: block("IQ2_XXS", "Q2_K", 3, 256, 256, 2, "Q8_0"), "check", atol=1e-3),
+    "shared, two simdgroups": Case(
+        lambda: block("MXFP4", "Q8_0", 2, 64, 1056, 1, "Q8_0"), "check", atol=1e-3
+    ),
+    "shared, three simdgroups": Case(
+        lambda: block("Q8_0", "MXFP4", 2, 96, 2080, 2, "BF16"), "guard", atol=1e-2
+    ),
     "two blocks": Case(lambda: block("MXFP4", "Q8_0", 1, 1056, 64, 1, "F16"), "guard", atol=1e-3),
     "embedded": Case(lambda: block("MXFP4", "MXFP4", 8, 256, 256, 2), "guard", atol=1e-3),
     "routed": Case(lambda: routing(256, 6, False), "check", atol=1e-4),
@@ -74,7 +89,7 @@ def test_kernel_matches_reference_and_rows_equal_rows_alone(case):
 
 
 def test_kernels_match_reference_at_the_whole_shape_of_flash():
-    op, arrays = block("MXFP4", "MXFP4", 6, 2048, 4096, 6)
+    op, arrays = block("MXFP4", "MXFP4", 6, 2048, 4096, 6, "Q8_0")
     row = [a[:1] for a in arrays]
     want = np.array(op(*row))
     with executed("guard"):
@@ -89,17 +104,19 @@ def choosing(E, K, listed, rows=8):
     logits, bias = mx.random.normal((rows, E)), mx.random.normal((E,))
     logits[1, 0], logits[2], bias[E // 2] = mx.nan, 0.25, bias[0]
     chosen = mx.random.randint(0, E, (rows, K)).astype(mx.uint32)
-    shared = [matrix("Q8_0", *m.shape[1:], seed=2) for m in w]
+    met = shared("Q8_0", 32, 64)
 
     def choice(logits, chosen):
         how = {"chosen": chosen} if listed else {"bias": bias}
+        others = [mx.zeros((logits.shape[0], n)) for n in (4, -E % 4)]
+        logits = Columns(mx.concatenate([others[0], logits, others[1]], axis=1), 4, E)
         return Choice(logits, k=K, scale=1.5, **how)
 
     def within(x, logits, chosen):
-        return routed(x, choice(logits, chosen), *w, LIMIT, shared)
+        return routed(x, choice(logits, chosen), *w, LIMIT, met(x))
 
     def before(x, logits, chosen):
-        return experts(x, *chosen_by(choice(logits, chosen)), *w, LIMIT, shared)
+        return experts(x, *chosen_by(choice(logits, chosen)), *w, LIMIT, met(x))
 
     return within, before, [mx.random.normal((rows, 64)) / 8, logits, chosen]
 
@@ -125,8 +142,8 @@ def test_of_equal_experts_the_lowest_are_chosen_within_the_launch():
         keep = lambda k, *a: outputs.append(launch(k, *a)) or names.append(k.name) or outputs[-1]  # noqa: E731
         patch.setattr(metal, "launch", keep)
         within(*arrays)
-    assert names == ["experts", "experts_down"]
-    assert np.array_equal(outputs[0][1], [[0, 1, 2]] * 2)
+    assert names == ["linear", "experts", "experts_down"]  # the first: what is shared
+    assert np.array_equal(outputs[1][-1], [[0, 1, 2]] * 2)
 
 
 def test_two_rows_choose_within_the_launch_and_three_before_it():
@@ -137,7 +154,8 @@ def test_two_rows_choose_within_the_launch_and_three_before_it():
         for rows in (2, 3):
             within, _, arrays = choosing(5, 2, False, rows)
             within(*arrays)
-    assert names[:2] == ["experts", "experts_down"] and names[2:4] == ["route", "experts"]
+    assert names[:3] == ["linear", "experts", "experts_down"]
+    assert names[3:] == ["linear", "route", "experts", "experts_down"]
 
 
 def test_kernel_takes_an_expert_twice_in_a_row():
@@ -159,17 +177,19 @@ def test_kernel_hides_no_nan():
 
 
 @pytest.mark.parametrize(
-    "types, shared, launched",
+    "types, last, launched",
     [
-        (("IQ2_XXS", "IQ2_XXS", "Q2_K"), ("Q8_0",) * 3, 2),
-        (("MXFP4", "MXFP4", "BF16"), None, 2),
-        (("Q8_0", "MXFP4", "Q8_0"), None, 0),
-        (("Q8_0",) * 3, ("Q8_0", "Q6_K", "Q8_0"), 0),
+        (("IQ2_XXS", "IQ2_XXS", "Q2_K"), "Q8_0", ["experts", "experts_down"]),
+        (("MXFP4", "MXFP4", "BF16"), None, ["experts", "experts_down"]),
+        (("Q8_0", "MXFP4", "Q8_0"), None, []),
+        (("Q8_0", "MXFP4", "Q8_0"), "Q8_0", ["linear"]),
+        (("Q8_0",) * 3, "IQ2_XXS", ["experts", "linear", "experts_down"]),
     ],
 )
-def test_types_choose_kernels_or_the_reference(types, shared, launched):
+def test_types_choose_kernels_or_the_reference(types, last, launched):
+    """last: of the shared w2."""
     w1, w3, w2 = (matrix(t, 2, 256, 256, seed=i) for i, t in enumerate(types))
-    shared = shared and [matrix(t, 256, 256, seed=i) for i, t in enumerate(shared)]
+    shared = last and Shared(mx.ones((1, 256)) / 8, matrix(last, 256, 256, seed=7))
     x, ids, weights = mx.ones((1, 256)), mx.array([[1, 0]], mx.uint32), mx.ones((1, 2))
     names = []
     with executed(), pytest.MonkeyPatch.context() as patch:  # undone before the executor is left
@@ -177,7 +197,7 @@ def test_types_choose_kernels_or_the_reference(types, shared, launched):
         patch.setattr(metal, "launch", lambda k, *a: names.append(k.name) or launch(k, *a))
         out = experts(x, ids, weights, w1, w3, w2, LIMIT, shared)
     want = experts_reference(x, ids, weights, w1, w3, w2, LIMIT, shared)
-    assert [n for n in names if n != "linear"] == ["experts", "experts_down"][:launched]
+    assert names == launched
     assert_close(out, want, atol=1e-5 * float(mx.abs(want).max()))
 
 
@@ -186,18 +206,19 @@ def test_the_address_spaces_of_every_type_hold(type):
     w1, w2 = matrix(type, 2, 256, 256), matrix(type, 256, 256)
     ids, weights = mx.zeros((3, 2), mx.uint32), mx.zeros((3, 2))
     sources = generated(
-        lambda x: experts(x, ids, weights, w1, w1, w1, LIMIT, [w2] * 3), mx.zeros((3, 256))
+        lambda x: experts(x, ids, weights, w1, w1, w1, LIMIT, Shared(x, w2)), mx.zeros((3, 256))
     )
-    assert len(sources) == 2
+    assert len(sources) == 2 + (type == "IQ2_XXS")
     assert [fault for source in sources for fault in lint(source)] == []
 
 
 def test_a_shared_expert_adds_what_it_gives_alone():
     x, ids, weights, *w = make("MXFP4", "Q8_0", 3)
-    shared = [matrix("Q8_0", *m.shape[1:], seed=7) for m in w]
+    w1, w3, last = (matrix("Q8_0", *m.shape[1:], seed=7) for m in w)
     routed = experts_reference(x, ids, weights, *w, LIMIT)
-    want = routed + mlp_reference(x, *shared, LIMIT)
-    assert_same(experts(x, ids, weights, *w, LIMIT, shared), want)
+    want = routed + mlp_reference(x, w1, w3, last, LIMIT)
+    (h,) = beside(x, [Gated(w1, w3, LIMIT)])
+    assert_same(experts(x, ids, weights, *w, LIMIT, Shared(h, last)), want)
 
 
 @pytest.mark.parametrize("up, down", KINDS)
@@ -263,14 +284,14 @@ def test_many_rows_are_sorted_by_expert_and_come_back_in_order(types, monkeypatc
 @pytest.mark.parametrize("type", ["IQ2_XXS", "MXFP4"])
 def test_many_rows_go_through_the_kernels_in_blocks(type):
     w = [matrix(type, 4, 64, 256), matrix(type, 4, 64, 256), matrix("Q8_0", 4, 256, 64)]
-    shared = [matrix("Q8_0", *shape) for shape in ((64, 256), (64, 256), (256, 64))]
+    met = shared("Q8_0", 64, 256)
     mx.random.seed(6)
     x, weights = mx.random.normal((19, 256)) / 16, mx.random.uniform(shape=(19, 2))
     ids = mx.concatenate([mx.arange(19)[:, None] % 4, (mx.arange(19)[:, None] + 3) % 4], axis=1)
     ids = ids.astype(mx.uint32)
-    want = np.array(experts_reference(x, ids, weights, *w, LIMIT, shared))
+    want = np.array(experts_reference(x, ids, weights, *w, LIMIT, met(x)))
     with executed():
-        got = experts(x, ids, weights, *w, LIMIT, shared)
+        got = experts(x, ids, weights, *w, LIMIT, met(x))
         routed = experts(x, ids, weights, *w, LIMIT)
         for i in (0, 7, 8, 18):
             alone = experts(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], *w, LIMIT)
@@ -278,16 +299,20 @@ def test_many_rows_go_through_the_kernels_in_blocks(type):
     assert_close(got, want, atol=1e-5 * np.abs(want).max())
 
 
-def test_a_shared_expert_of_another_width_takes_the_reference():
+@pytest.mark.parametrize("rows", [2, 3])
+def test_a_shared_expert_may_be_of_another_width_and_adds_no_launch(rows):
     w = [matrix("MXFP4", 3, 64, 256), matrix("MXFP4", 3, 64, 256), matrix("MXFP4", 3, 256, 64)]
-    shared = [matrix("Q8_0", *shape) for shape in ((128, 256), (128, 256), (256, 128))]
     mx.random.seed(5)
-    x, weights = mx.random.normal((2, 256)) / 16, mx.random.uniform(shape=(2, 2))
-    ids = mx.array([[0, 1], [2, 0]], mx.uint32)
-    want = np.array(experts_reference(x, ids, weights, *w, LIMIT, shared))
-    with executed("guard"):
-        got = experts(x, ids, weights, *w, LIMIT, shared)
+    x, weights = mx.random.normal((rows, 256)) / 16, mx.random.uniform(shape=(rows, 2))
+    ids = mx.array([[0, 1], [2, 0], [1, 2]], mx.uint32)[:rows]
+    met = Shared(mx.random.normal((rows, 128)), matrix("Q8_0", 256, 128))
+    want, names = np.array(experts_reference(x, ids, weights, *w, LIMIT, met)), Counter()
+    with executed("check"):
+        got = experts(x, ids, weights, *w, LIMIT, met)
     assert_close(got, want, atol=1e-5 * np.abs(want).max())
+    with metal.traced(names):
+        experts(x, ids, weights, *w, LIMIT, met)
+    assert names == Counter(["experts", "experts_down"])
 
 
 @pytest.mark.parametrize("backend, name", [("cuda", "experts_grouped"), ("metal", "_sorted")])
