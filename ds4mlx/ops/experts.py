@@ -26,17 +26,16 @@ from .linear import takes as linear_takes
 from .mlp import mlp
 from .route import Choice, chosen_by
 
+_CHOOSING = 2  # rows at most that choose their experts within the experts' launch
+SORTED = 768  # rows from which widened experts are cheaper than the kernels in blocks
+TILE = 1 << 28  # elements of the experts' matrices that prefill widens at a time (512 MB)
+
 
 class Shared(NamedTuple):
     """An expert that all rows meet: what w1 and w3 of it have made, [N, F], and w2 [D, F]."""
 
     h: mx.array | Columns
     w2: Matrix
-
-
-_CHOOSING = 2  # rows at most that choose their experts within the experts' launch
-SORTED = 768  # rows from which widened experts are cheaper than the kernels in blocks
-TILE = 1 << 28  # elements of the experts' matrices that prefill widens at a time (512 MB)
 
 
 def experts(
@@ -163,8 +162,7 @@ def _shared(N: int, simdgroups: int, shared: Shared) -> tuple[dict, int]:
 
 def experts_reference(x, ids, weights, w1, w3, w2, limit, shared=None):
     if shared is not None:
-        routed = experts_reference(x, ids, weights, w1, w3, w2, limit)
-        return routed + linear(*shared)
+        return _added(experts_reference(x, ids, weights, w1, w3, w2, limit), shared)
 
     def gathered(x, ids, weights):
         up = swiglu(gather(x[:, None], w1, ids), gather(x[:, None], w3, ids), limit)

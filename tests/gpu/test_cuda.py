@@ -3,10 +3,13 @@
 On a machine with an NVIDIA GPU: pip install 'ds4mlx[cuda]' pytest; pytest tests/gpu
 """
 
+from contextlib import nullcontext
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
+import ds4mlx
 from ds4mlx.errors import Ds4Error
 from ds4mlx.ops import metal
 from ds4mlx.ops.attention_shares import attention_shares
@@ -18,12 +21,28 @@ from tests.metal.test_faults import SOURCE, Planted
 from tests.ops.matrices import matrix
 from tests.ops.test_attention_shares import ARGUMENTS, make
 from tests.ops.test_experts_grouped import LIMIT, routing
+from tests.test_embedded import PROMPTS, continued
 
 pytestmark = pytest.mark.skipif(
     not (mx.cuda.is_available() or mx.metal.is_available()),
     reason="MLX sees no GPU: kernels were run on the CPU executor only",
 )
 CASES = all_cases()
+
+
+@pytest.fixture
+def gpu():
+    before = mx.default_device()
+    mx.set_default_device(mx.gpu)
+    yield
+    mx.set_default_device(before)
+
+
+@pytest.mark.parametrize("way", [nullcontext, metal.reference], ids=["kernels", "references"])
+def test_the_embedded_models_greedy_texts_are_the_recorded_ones(way, gpu):
+    with ds4mlx.load() as model, way():
+        found = [continued(model._target, case["prompt"], len(case["on"])) for case in PROMPTS]
+    assert found == [case["on"] for case in PROMPTS]
 
 
 @pytest.mark.parametrize("name", CASES)
