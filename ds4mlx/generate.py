@@ -187,8 +187,8 @@ class Speculation:
             ((id,),) = fetch(anchor)
         # The first step waits for nothing, the second for the first: these fill the pipeline.
         self._steps = self._steps + 1 if rows and Graphs.traces == traces else 0
-        if self.schedule and self._steps > 2:
-            self.schedule.plain_took(self.clock() - start)
+        if self.schedule and self._steps:
+            self.schedule.plain_took(self.clock() - start, filling=self._steps <= 2)
         went_on = yield from self._hand_out([id], rows)
         return (following if went_on else None), None
 
@@ -197,14 +197,16 @@ class Speculation:
 
         With `n` its drafts are verified unseen, and it waits once.
         """
-        ahead = n is not None
+        ahead, behind, before = n is not None, self.clock(), Graphs.traces
         if id is None:
             ((id,),) = fetch(anchor)
         if id in self.stop:
             return None, None
         self._steps = 0
+        catch_up = 0.0
         if self._taps:  # awaited, or a proposal would seem to cost all these rows
             mx.eval(self.caught_up().arrays())
+            catch_up = (self.clock() - behind) * (Graphs.traces == before)
         start, traces, position = self.clock(), Graphs.traces, self.cache.position
         block = self.draft.propose(anchor, self.context)
         most = min(most, block.tokens.shape[0] - 1)
@@ -259,7 +261,7 @@ class Speculation:
             verify = done - proposed - (resumed - launched)
             seconds = proposed - start, lead, launched - proposed, verify
             found = sure, self._cut(sure), n, accepted, ahead
-            self.schedule.cycle_took(Cycle(*found, *seconds, traced=Graphs.traces > traces))
+            self.schedule.cycle_took(Cycle(*found, *seconds, catch_up, Graphs.traces > traces))
         went_on = yield from self._hand_out(drafts[:accepted], accepted)
         following = chosen[accepted : accepted + 1]
         return (following, wanted[accepted]) if went_on else (None, None)

@@ -6,8 +6,9 @@ _PROBE = 1  # drafts that are verified to learn what a row costs
 _SAMPLES, _SURE = 5, 3  # a cost is the median of the newest 5; a plain step's is of 3 at least
 # What drafts may lose, in plain steps: at first, more for each token, and again in a new text for
 # each of the one before; no more than that is saved up.
-_GRANT, _SHARE, _AGAIN, _MOST = 3.0, 0.012, 0.005, 5.0
+_GRANT, _SHARE, _AGAIN, _MOST = 3.0, 0.012, 0.007, 5.0
 _SHORTEST, _LONGEST = 64, 1024  # steps without drafts until their costs are measured again
+_REFILL = 3  # plain steps behind a cycle that may take longer than others
 _REFRESH = 128  # cycles in a row until the plain step is measured again
 _HOPE = 3.0  # drafts, taken for right, that weigh against what was seen
 _KEPT, _FADED = 0.98, 0.985  # of what was seen: after a cycle, after a step without drafts
@@ -40,6 +41,7 @@ class Cycle:
     lead: float  # until the verification's first layers are launched, for which the device waits
     launch: float  # until all are: what it may save that the draft is not waited for
     verify: float  # the rest, with `launch`
+    catch_up: float = 0.0  # before, until plain steps were awaited and the context had their rows
     traced: bool = False  # a graph was traced and built meanwhile: the seconds are none of these
 
 
@@ -60,7 +62,8 @@ class Cost:
 class Schedule:
     """Decides before every step whether to draft, in which way, and how many to verify.
 
-    A cycle gains what plain decoding of its tokens would have cost, less what it cost. It drafts
+    A cycle gains what plain decoding of its tokens would have cost, less what it cost, the catch-up
+    before it and the slower plain steps behind it included. It drafts
     as long as the best way promises a gain. Promises are hopeful: what is not known of drafts
     counts as right, and what was seen of them fades while there are none, so that it tries
     again; after cycles without a right draft it pauses, each time longer. An account of plain
@@ -80,6 +83,7 @@ class Schedule:
         self._most, self._probing = 0, False  # the longest block
         self._idle, self._wait = 0, _SHORTEST  # steps without drafts, and how many are enough
         self._misses = 0  # cycles in a row without a right draft
+        self._behind = 0  # plain steps behind a cycle that are still to come
         self._cycles = self._tokens = 0  # since the plain step was measured; of this text
 
     def begin(self):
@@ -163,14 +167,22 @@ class Schedule:
                 best, most, accepted = n, expected - more, expected
         return best, accepted
 
-    def plain_took(self, seconds: float):
-        """A plain step of a row of them, without those that fill the pipeline."""
-        self.plain.add(seconds)
-        self._cycles = 0
+    def plain_took(self, seconds: float, filling: bool = False):
+        """A plain step of a row of them; `filling`: one of the first, that fill the pipeline.
+
+        Of the first behind a cycle the account pays for what they take longer.
+        """
+        if self._behind and self.plain.value is not None:
+            self._behind -= 1
+            self._credit(1 - seconds / self.plain.value)
+        elif not filling:
+            self.plain.add(seconds)
+            self._cycles = 0
 
     def cycle_took(self, cycle: Cycle):
         n, accepted = cycle.drafts, cycle.accepted
         self._told(1 + accepted)
+        self._behind = _REFILL
         self._cycles += 1
         self._misses = 0 if accepted else self._misses + (n > 0)
         for i, c in enumerate(cycle.confidences[: min(n, accepted + 1)]):
@@ -190,7 +202,7 @@ class Schedule:
         looks = (1 + expected, self._seen_cost(chosen))
         self._looks = tuple(_LATELY * a + b for a, b in zip(self._looks, looks, strict=True))
         took = self._unseen_cost(n) if cycle.ahead else self._seen_cost(n)
-        self._credit(1 + accepted - took / self.plain.value)
+        self._credit(1 + accepted - (took + cycle.catch_up) / self.plain.value)
 
     def _told(self, tokens: int):
         self._tokens += tokens

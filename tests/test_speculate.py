@@ -220,7 +220,7 @@ class Scripted:
     def drafts(self, confidences, cut):
         return cut
 
-    def plain_took(self, seconds):
+    def plain_took(self, seconds, filling=False):
         assert seconds > 0
 
     def cycle_took(self, told):
