@@ -109,7 +109,8 @@ def _products(s: Shapes):
     inputs = [("Q8_0", s.Rq, s.D), ("Q8_0", s.Dh, s.D), *halves]
     make = partial(_product, lambda w, x: tuple(ops.linears(x, w)), inputs, s.D)
     yield Case("linear", f"CSA's inputs, {len(inputs)} of {s.D}", make, 1e-5)
-    gated = lambda w, x: tuple(ops.linears(x, [w[0], ops.Gated(*w[1:], 10.0)]))  # noqa: E731
+    # Products are of some hundreds: at a lower limit errors of those below it would count for more.
+    gated = lambda w, x: tuple(ops.linears(x, [w[0], ops.Gated(*w[1:], 100.0)]))  # noqa: E731
     inputs = [("F16", s.E, s.D), *[("Q8_0", s.F, s.D)] * 2]
     make = partial(_product, gated, inputs, s.D)
     yield Case("linear", f"the router's and a gated one, {s.D} to {s.E} and {s.F}", make, 3e-5)

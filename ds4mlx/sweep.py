@@ -85,8 +85,8 @@ class Sweep:
 
     def __init__(self, target: Target, draft: Draft | None = None, *, chunk: int = 4096):
         self.target, self.draft, self.chunk = target, draft, chunk
+        self._weights = mx.get_active_memory()  # before a copy is timed, whose 2 GB linger
         self.bandwidth = copy_bandwidth()
-        self._weights = mx.get_active_memory()
 
     def points(
         self,
