@@ -6,9 +6,9 @@ _PROBE = 1  # drafts that are verified to learn what a row costs
 _SAMPLES, _SURE = 5, 3  # a cost is the median of the newest 5; a plain step's is of 3 at least
 # What drafts may lose, in plain steps: at first, more for each token, and again in a new text for
 # each of the one before; no more than that is saved up.
-_GRANT, _SHARE, _AGAIN, _MOST = 3.0, 0.012, 0.007, 5.0
+_GRANT, _SHARE, _AGAIN, _MOST = 3.0, 0.012, 0.008, 6.0
 _SHORTEST, _LONGEST = 64, 1024  # steps without drafts until their costs are measured again
-_REFILL = 3  # plain steps behind a cycle that may take longer than others
+_REFILL = 4  # plain steps behind a cycle that may take longer than others
 _REFRESH = 128  # cycles in a row until the plain step is measured again
 _HOPE = 3.0  # drafts, taken for right, that weigh against what was seen
 _KEPT, _FADED = 0.98, 0.985  # of what was seen: after a cycle, after a step without drafts
@@ -84,12 +84,14 @@ class Schedule:
         self._idle, self._wait = 0, _SHORTEST  # steps without drafts, and how many are enough
         self._misses = 0  # cycles in a row without a right draft
         self._behind = 0  # plain steps behind a cycle that are still to come
+        self._filled = False  # whether this text had plain steps
         self._cycles = self._tokens = 0  # since the plain step was measured; of this text
 
     def begin(self):
         """A new text: it may pay where the last one did not."""
         self._credit(min(_GRANT, _AGAIN * self._tokens))
         self._tokens, self._misses = 0, min(self._misses, _MISSES - 1)
+        self._behind, self._filled = 0, False
         self._fade(0.5)
 
     def plan(self, most: int, fixed: bool = False) -> Plan:
@@ -174,10 +176,13 @@ class Schedule:
         """
         if self._behind and self.plain.value is not None:
             self._behind -= 1
-            self._credit(1 - seconds / self.plain.value)
+            # The first is short where a catch-up awaited the step before it: else that is no gain.
+            if self._filled:
+                self._credit(1 - seconds / self.plain.value)
         elif not filling:
             self.plain.add(seconds)
             self._cycles = 0
+        self._filled = True
 
     def cycle_took(self, cycle: Cycle):
         n, accepted = cycle.drafts, cycle.accepted
