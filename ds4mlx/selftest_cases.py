@@ -289,7 +289,8 @@ def _held(s: Shapes, up: str, down: str) -> tuple[list[Packed], tuple, int]:
 def _routed(s: Shapes, up: str, down: str, times: int = 1) -> Work:
     """times: as in `_again`."""
     routed, rows, read = _held(s, up, down)
-    shared = [matrix("Q8_0", *shape) for shape in ((s.F, s.D), (s.F, s.D), (s.D, s.F))]
+    shapes = ((s.F, s.D), (s.F, s.D), (s.D, s.F))
+    shared = [matrix("Q8_0", *shape, seed=i) for i, shape in enumerate(shapes)]
     read += sum(w.nbytes for w in shared)
 
     def op(w, x, *rows):

@@ -80,9 +80,9 @@ METAL_FUNC void experts_down(
   experts_down_sums<D, F, K, SPLIT, T>(
       w, h, ids, stage, sums, tile, simdgroup, lane);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  uint own = 32 * simdgroup + lane;
+  uint thread_index = 32 * simdgroup + lane;
   experts_down_totals<F, K, T, SHARED>(
-      sums, shared + tile * T, out + tile * T, own, 32 * K * SPLIT);
+      sums, shared + tile * T, out + tile * T, thread_index, 32 * K * SPLIT);
 }
 
 template <
@@ -124,9 +124,9 @@ METAL_FUNC void experts_down_back(
   // Its sums done, a threadgroup has that memory free.
   threadgroup float* y = (threadgroup float*)stage;  // [T]
   threadgroup float* chunk = y + T;                  // [HC, T]
-  uint own = 32 * simdgroup + lane;
+  uint thread_index = 32 * simdgroup + lane;
   experts_down_totals<F, K, T, SHARED>(
-      sums, shared + tile * T, y, own, 32 * K * SPLIT);
+      sums, shared + tile * T, y, thread_index, 32 * K * SPLIT);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   finish_streams(
       ahead, y, chunk, streams, part, 1, D, tile * T, simdgroup, lane);

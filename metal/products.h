@@ -10,7 +10,7 @@
 #include "swiglu.h"
 
 // Adds the products of U blocks of columns, `step` apart from k on, all inside.
-template <int U, int QUADS, int ROWS, int TILE, int K, int STRIDE, typename W>
+template <int U, int QUADS, int ROWS, int TILE, int K, int FROM, typename W>
 METAL_FUNC void add_products(
     const device float* x, W w, uint N, uint k, uint step, thread float* sums) {
   constexpr int SPAN = 2 * W::GROUP;  // quads of a scale
@@ -50,7 +50,7 @@ METAL_FUNC void add_products(
     for (int n = 0; n < ROWS; n++) {
       float4 four = at[q];
       // Past the end the last row stands in.
-      at += n + 2 < ROWS || n + 2 == N ? STRIDE / 4 : 0;
+      at += n + 2 < ROWS || n + 2 == N ? FROM / 4 : 0;
 #pragma unroll
       for (int t = 0; t < TILE; t++) {
 #pragma unroll
@@ -63,7 +63,7 @@ METAL_FUNC void add_products(
   }
 }
 
-// The sums of each simdgroup; a barrier must follow. K and STRIDE are
+// The sums of each simdgroup; a barrier must follow. K and FROM are
 // constants, so that the rows of a tile are constant distances apart. A lane
 // reads SETS quads of columns at a time, or if that is 1 as many as the type
 // must. TILE is at most R. `at` is the simdgroup's number through all
@@ -74,10 +74,10 @@ template <
     int SETS,
     int SPLIT,
     int K,
-    int STRIDE,
+    int FROM,
     typename W>
 METAL_FUNC void products(
-    const device float* x,    // [N, STRIDE], of which K; N of ROWS - 1 or ROWS
+    const device float* x,    // [N, FROM], of which K; N of ROWS - 1 or ROWS
     W w,                      // [R, K]
     threadgroup float* part,  // [simdgroups, BATCHES, 32]
     uint N,
@@ -106,10 +106,10 @@ METAL_FUNC void products(
   uint k = 4 * QUADS * (LANES * s + lane / SETS);
 #pragma unroll 1
   for (; k + (U - 1) * step < K; k += U * step) {
-    add_products<U, QUADS, ROWS, TILE, K, STRIDE>(x, w, N, k, step, sums);
+    add_products<U, QUADS, ROWS, TILE, K, FROM>(x, w, N, k, step, sums);
   }
   if (U > 1 && k < K) {
-    add_products<1, QUADS, ROWS, TILE, K, STRIDE>(x, w, N, k, step, sums);
+    add_products<1, QUADS, ROWS, TILE, K, FROM>(x, w, N, k, step, sums);
   }
 
   part += 32 * BATCHES * simdgroup;

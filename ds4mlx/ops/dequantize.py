@@ -152,7 +152,7 @@ def arrays(*ws: Matrix) -> list[mx.array]:
 
 
 def bounds(threads: int, *ws: Matrix, registers: int = 72) -> dict[str, int]:
-    """Of a template (`cuda.translate`): at least so many for a thread, enough for packed words.
+    """Of a template (`cuda.translate`): so many registers a thread, enough for packed words.
 
     A compiler by itself takes more, of which a threadgroup fewer fits, or spares them and moves
     loads behind what they should overlap.

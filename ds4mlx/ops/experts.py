@@ -32,7 +32,10 @@ TILE = 1 << 28  # elements of the experts' matrices that prefill widens at a tim
 
 
 class Shared(NamedTuple):
-    """An expert that all rows meet: what w1 and w3 of it have made, [N, F], and w2 [D, F]."""
+    """An expert that all rows meet: what w1 and w3 of it have made, [N, F], and w2 [D, F].
+
+    Its F may be another than that of the routed experts.
+    """
 
     h: mx.array | Columns
     w2: Matrix
@@ -56,7 +59,8 @@ def experts(
     weight 1, whose product is added last. back: the sum is written back.
 
     Two launches, `experts` (w1 and w3, and the shared w2 for all rows) and `experts_down` (w2),
-    where their kernels take the shapes (`takes`) and w1 is of w3's type; else the reference. More
+    where their kernels take the shapes (`takes`) and w1 is of w3's type; else the reference. A
+    shared w2 of IQ2_XXS takes a launch of its own. More
     rows than FEW go through them in blocks. Many go through MLX's grouped product (`_sorted`), on
     CUDA, where that one uses no tensor cores, through batched ones (`experts_grouped`, which
     takes `pace`).
@@ -130,6 +134,7 @@ def _launch(
     within, inputs, size = None, [], 0
     if shared and linear_takes(*shared) and kind(shared.w2) != "IQ2_XXS":  # which wants a table
         within, inputs = kind(shared.w2), [source(shared.h)[0], *arrays(shared.w2)]
+        assert shared.w2.shape[0] == D, (shared.w2.shape, D)
         more, size = _shared(N, simdgroups, shared)
         template |= more | {"PART": max(template["PART"], more["PART"])}
     template |= bounds(32 * simdgroups, w1, w3, registers=80 if within else 72)
@@ -150,7 +155,8 @@ def _launch(
 
 def _shared(N: int, simdgroups: int, shared: Shared) -> tuple[dict, int]:
     """Of the template, and how many threadgroups of so many simdgroups multiply w2."""
-    (_, at, stride), rows = source(shared.h), padded_rows(N)
+    (h, at, stride), rows = source(shared.h), padded_rows(N)
+    assert shared.h.shape == (N, shared.w2.shape[1]) and h.dtype == mx.float32, shared.h.shape
     # A tile as for one row: registers are few.
     shares, sets, tile, size = blocking(shared.w2, 1, simdgroups=simdgroups)
     return {
@@ -229,10 +235,10 @@ def _kernel(limit: float, choice: tuple, scale: float, routed, shared=None) -> m
         inputs, outputs = ["shared", *planes, *inputs], ["h", "y"]
         # Short ones come last, and fill the device as it empties.
         readers_ = f"""if (threadgroup_position_in_grid.y >= K * x_shape[0]) {{
-  {reader}uint place = (threadgroup_position_in_grid.y - K * x_shape[0]) *
+  {reader}uint number = (threadgroup_position_in_grid.y - K * x_shape[0]) *
       threadgroups_per_grid.x + threadgroup_position_in_grid.x;
   experts_shared<ROWS, TILE, SETS, SPLIT, SHARED_K, SHARED_STRIDE>(shared + SHARED_AT, w2, y,
-      part, x_shape[0], D, place * ((D + 1023) / 1024) + simdgroup_index_in_threadgroup,
+      part, x_shape[0], D, number * ((D + 1023) / 1024) + simdgroup_index_in_threadgroup,
       simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
   return;
 }}

@@ -150,6 +150,7 @@ def _launch(
     x: mx.array | Columns, ws: Sequence[Matrix | Gated], G: int
 ) -> list[mx.array | Columns]:
     N, K = x.shape[0], ws[0].shape[1]
+    assert not isinstance(x, Columns) or x.shape == (N, G * K), (x.shape, K, G)
     x, at, stride = source(x) if isinstance(x, Columns) else (x, 0, G * K)
     for w in ws:
         assert w.shape[0] % G == 0 and w.shape[1] == K, (w.shape, G)

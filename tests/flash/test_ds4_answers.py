@@ -186,12 +186,11 @@ def test_products_read_their_inputs_rounded_as_the_type_of_the_weights_wants(typ
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_experts_read_their_inputs_and_what_is_between_their_matrices_rounded(rows):
-    w1, w3, w2 = (
-        matrix("IQ2_XXS", 4, 256, 512),
-        matrix("IQ2_XXS", 4, 256, 512),
-        matrix("Q2_K", 4, 512, 256),
-    )
-    shared = matrix("Q8_0", 64, 512), matrix("Q8_0", 64, 512), matrix("Q8_0", 512, 64)
+    w1, w3 = (matrix("IQ2_XXS", 4, 256, 512, seed=i) for i in range(2))
+    w2 = matrix("Q2_K", 4, 512, 256)
+    shared = [
+        matrix("Q8_0", *shape, seed=i) for i, shape in enumerate([(64, 512)] * 2 + [(512, 64)])
+    ]
     x = mx.random.normal((rows, 512), key=mx.random.key(2))
     ids = mx.array([[i % 4, (i + 1) % 4] for i in range(rows)], mx.uint32)
     weights = mx.array([[0.9, 0.6]] * rows)
@@ -211,5 +210,5 @@ def test_experts_read_their_inputs_and_what_is_between_their_matrices_rounded(ro
         assert_close(got[i], np.array(want), atol=2e-5)
 
 
-def matrix(type: str, *shape: int):
-    return random_matrix(type, shape, FLASH, mx.random.key(sum(shape)))
+def matrix(type: str, *shape: int, seed: int = 0):
+    return random_matrix(type, shape, FLASH, mx.random.key(sum(shape) + seed))

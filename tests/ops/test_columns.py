@@ -61,6 +61,15 @@ def test_products_lie_side_by_side(rows):
             assert_same(whole(part), linear(x, w))
 
 
+def test_linear_reads_columns_in_place():
+    w, x = matrix("Q8_0", 24, 256), mx.random.normal((3, 256))
+    (part,) = beside_another(x)
+    with executed("check"):
+        assert_same(linear(part, w), linear(x, w))
+        with pytest.raises(AssertionError):
+            linear(part._replace(width=128), w)
+
+
 @pytest.mark.parametrize("make, mode", [(odd, "check"), (csa, "guard")])
 def test_latents_reads_columns_in_place(make, mode):
     layer = make()

@@ -38,7 +38,8 @@ def make(up, down, rows):
 
 def shared(type, F, D):
     """Of x: what every row meets, with random weights of that type; h stands among columns."""
-    w1, w3, w2 = (matrix(type, *shape, seed=2) for shape in ((F, D), (F, D), (D, F)))
+    shapes = ((F, D), (F, D), (D, F))
+    w1, w3, w2 = (matrix(type, *shape, seed=2 + i) for i, shape in enumerate(shapes))
     before = matrix("F16", 4, D)
     return lambda x: Shared(beside(x, [before, Gated(w1, w3, LIMIT)])[1], w2)
 
@@ -72,6 +73,10 @@ CASES = {  # atol: about 1e-5 of the greatest element
     ),
     "shared, three simdgroups": Case(
         lambda: block("Q8_0", "MXFP4", 2, 96, 2080, 2, "BF16"), "guard", atol=1e-2
+    ),
+    # Sums of a shared tile, of four sets, take more memory than those of the experts.
+    "shared, flash": Case(
+        lambda: block("MXFP4", "MXFP4", 2, 32, 4096, 1, "Q8_0"), "guard", atol=1e-3
     ),
     "two blocks": Case(lambda: block("MXFP4", "Q8_0", 1, 1056, 64, 1, "F16"), "guard", atol=1e-3),
     "embedded": Case(lambda: block("MXFP4", "MXFP4", 8, 256, 256, 2), "guard", atol=1e-3),
@@ -214,7 +219,7 @@ def test_the_address_spaces_of_every_type_hold(type):
 
 def test_a_shared_expert_adds_what_it_gives_alone():
     x, ids, weights, *w = make("MXFP4", "Q8_0", 3)
-    w1, w3, last = (matrix("Q8_0", *m.shape[1:], seed=7) for m in w)
+    w1, w3, last = (matrix("Q8_0", *m.shape[1:], seed=7 + i) for i, m in enumerate(w))
     routed = experts_reference(x, ids, weights, *w, LIMIT)
     want = routed + mlp_reference(x, w1, w3, last, LIMIT)
     (h,) = beside(x, [Gated(w1, w3, LIMIT)])
@@ -313,6 +318,16 @@ def test_a_shared_expert_may_be_of_another_width_and_adds_no_launch(rows):
     with metal.traced(names):
         experts(x, ids, weights, *w, LIMIT, met)
     assert names == Counter(["experts", "experts_down"])
+
+
+def test_a_shared_expert_that_does_not_fit_the_others_is_refused():
+    w = [matrix("MXFP4", 3, 64, 256), matrix("MXFP4", 3, 64, 256), matrix("MXFP4", 3, 256, 64)]
+    x, ids, weights = mx.zeros((2, 256)), mx.zeros((2, 1), mx.uint32), mx.ones((2, 1))
+    columns = Columns(mx.zeros((2, 192)), 0, 64)
+    with executed("check"):
+        for h, M in ((mx.zeros((2, 64)), 256), (columns, 256), (mx.zeros((2, 128)), 512)):
+            with pytest.raises(AssertionError):
+                experts(x, ids, weights, *w, LIMIT, Shared(h, matrix("Q8_0", M, 128)))
 
 
 @pytest.mark.parametrize("backend, name", [("cuda", "experts_grouped"), ("metal", "_sorted")])

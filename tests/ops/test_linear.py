@@ -1,5 +1,6 @@
 import sys
 from collections import Counter
+from contextlib import nullcontext
 
 import mlx.core as mx
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from ds4mlx.ops import Back, hc_expand, linears, metal
 from ds4mlx.ops import linear as linear_op
-from ds4mlx.ops.linear import linear_reference
+from ds4mlx.ops.linear import Gated, linear_reference, swiglu
 from tests.close import assert_close, assert_rows_alone, assert_same
 from tests.metal.bench import executed
 from tests.metal.cases import Case
@@ -32,13 +33,20 @@ def make(type, M, K):
     return lambda x: linear_op(x, w), [mx.random.normal((8, K))]
 
 
-MIXED = [("Q8_0", 13), ("F16", 70), ("IQ2_XXS", 8), ("Q8_0", 4100)]
+MIXED = [("Q8_0", 13), ("Q8_0", 4100), ("F16", 70), ("IQ2_XXS", 8)]
 
 
 def several():
     ws = [stored(type, M, 256) for type, M in MIXED]
     mx.random.seed(4)
     return (lambda x: tuple(linears(x, ws))), [mx.random.normal((8, 256))], ws
+
+
+def gated(type, M, K, limit=2.0):
+    """Beside another product."""
+    before, *both = stored("F16", 12, K), *(matrix(type, M, K, seed=i) for i in range(2))
+    x = mx.random.normal((8, K), key=mx.random.key(5)) / 8
+    return (lambda x: tuple(linears(x, [before, Gated(*both, limit)]))), [x]
 
 
 def back(type, D, K, HC, dtype):
@@ -56,6 +64,11 @@ CASES = {
     "q8_0-shared": Case(lambda: make("Q8_0", 4099, 2080), "guard", atol=3e-3),
     "q4_k-shared": Case(lambda: make("Q4_K", 4099, 2304), "guard", atol=2e-2),
     "mixed": Case(lambda: several()[:2], "guard", atol=2e-4),
+    "gated-odd": Case(lambda: gated("Q8_0", 13, 1056), "check", atol=1e-4),
+    "gated-k": Case(lambda: gated("Q2_K", 70, 256, 10.0), "check", atol=1e-4),
+    "gated-no limit": Case(lambda: gated("MXFP4", 9, 288, float("inf")), "check", atol=2e-2),
+    "gated-wide": Case(lambda: gated("Q8_0", 4100, 1056), "guard", atol=1e-4),
+    "gated-flash": Case(lambda: gated("Q8_0", 256, 4096, 10.0), "guard", atol=1e-3),
     "q4_k-flash": Case(lambda: make("Q4_K", 512, 4096), "guard", atol=2e-2),
     "back-odd": Case(lambda: back("Q8_0", 36, 256, 4, mx.float32), "check", atol=1e-4),
     "back-two streams": Case(lambda: back("F16", 14, 160, 2, mx.float16), "check", atol=1e-4),
@@ -147,6 +160,31 @@ def test_matrices_past_the_buffers_of_metal_take_another_launch():
     sources = generated(lambda x: tuple(linears(x, ws)), mx.zeros((1, 256)))
     assert len(sources) == 2
     assert [fault for source in sources for fault in lint(source)] == []
+
+
+def test_of_two_matrices_the_first_gates_the_second():
+    w, x = [matrix("Q8_0", 40, 256, seed=i) for i in range(2)], mx.random.normal((3, 256)) / 8
+    gate, up = (np.array(x, dtype=np.float64) @ exact(m).T for m in w)
+    gate, up = np.minimum(gate, 3), np.clip(up, -3, 3)
+    want = gate / (1 + np.exp(-gate)) * up
+    for run in (nullcontext, lambda: executed("check")):
+        with run():
+            (got,) = linears(x, [Gated(*w, 3.0)])
+        assert_close(got, want, atol=1e-5)
+
+
+def test_gated_matrices_count_twice_among_the_buffers_of_metal():
+    ws = [Gated(stored("Q5_K", 8, 256), matrix("Q5_K", 8, 256, seed=1), 2.0) for _ in range(4)]
+    sources = generated(lambda x: tuple(linears(x, ws)), mx.zeros((1, 256)))
+    assert len(sources) == 2
+    assert [fault for source in sources for fault in lint(source)] == []
+
+
+def test_a_gate_of_another_type_takes_the_references():
+    w, x = [matrix("Q8_0", 16, 256), stored("F16", 16, 256)], mx.random.normal((2, 256))
+    want = swiglu(*(linear_reference(x, m) for m in w), 2.0)
+    with executed("check"):
+        assert_same(*linears(x, [Gated(*w, 2.0)]), want)
 
 
 def test_a_matrix_that_the_kernel_refuses_takes_the_reference_among_others():
