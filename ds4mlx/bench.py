@@ -202,10 +202,10 @@ def _compared(prompt: str, strict: list, drafted: list) -> list[str]:
     told = drafted[middle].stats["dspark"]
     ratio = b / a if a else 0.0
     wins = [x < y for x, y in zip(*speeds, strict=True)]
-    faster = ratio > 1.03 and 3 * sum(wins) >= 2 * len(wins)
+    share = told["accepted_share"]
+    faster = share is not None and ratio > 1.03 and 3 * sum(wins) >= 2 * len(wins)
     slower = ratio < 0.97 and 3 * sum(wins) <= len(wins)
     verdict = "faster" if faster else "slower" if slower else "no difference"
-    share = told["accepted_share"]
     return [
         repr(prompt)[:40],
         f"{a:.1f}",

@@ -97,7 +97,8 @@ def generate(
     """Load a model and answer `prompt`; `options` are those of `Model.generate`."""
     asked = ("dspark", "dspark_confidence", "dspark_strict", "exact_sampling", "temp")
     dspark.confidence(mtp is not None, **{n: options[n] for n in asked if n in options})
-    _check_writable("--stats", stats)
+    source = prompt if isinstance(prompt, arguments.PromptFile) else None
+    _check_writable("--stats", stats, model, mtp, source)
     prompt = arguments.read_prompt(prompt)
     from . import load
 
@@ -153,8 +154,11 @@ def bench(model=None, **options) -> Iterator[str]:
     for key in options.keys() - own - {"force"} if swept else options.keys() & own:
         what = f"does not go with {swept}" if swept else "needs ctx_max or synthetic"
         raise UsageError(f"{key} {what}")
-    for flag in ("csv", "plot"):
-        _check_writable(f"--{flag}", options.get(flag))
+    csv, plot = (options.get(flag) for flag in ("csv", "plot"))
+    _check_writable("--csv", csv, model, options.get("mtp"))
+    _check_writable("--plot", plot, model, options.get("mtp"))
+    if csv and plot and os.path.realpath(csv) == os.path.realpath(plot):
+        raise UsageError(f"--csv and --plot are both {csv}, wanted two files")
     measure = sweep_rows if swept else rows
     for line in measure(model, **options):
         yield f"{line}\n"
@@ -178,7 +182,7 @@ def check(
     receipt="ds4mlx-check.json",
 ) -> Iterator[str]:
     """Compare drafted and plain decoding; a difference is a failure of the command."""
-    _check_writable("--receipt", receipt)
+    _check_writable("--receipt", receipt, model, mtp)
     from . import load
     from .check import Check, hashes
 
@@ -354,10 +358,20 @@ def _drafted(stats: dict) -> str:
     return ", ".join(parts)
 
 
-def _check_writable(flag: str, path: str | None):
-    """Refuses, before anything is loaded, a file that could not be written afterwards."""
+def _check_writable(flag: str, path: str | None, *read: str | None):
+    """Refuses, before anything is loaded, a file that could not be written afterwards.
+
+    And one that holds weights, or is among those that are read or in a folder of them.
+    """
     if path is None:
         return
+    target, weights = os.path.realpath(path), path.lower().endswith((".gguf", ".safetensors"))
+    for name in filter(None, read):
+        other = os.path.realpath(os.path.expandvars(os.path.expanduser(name)))
+        if target == other or target.startswith(os.path.join(other, "")):
+            raise UsageError(f"{flag} {path}: {name} is read, wanted a file beside it")
+    if weights and os.path.exists(path):
+        raise UsageError(f"{flag} {path}: a file of weights, wanted another name")
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise UsageError(f"{flag} {path}: wanted a file in a folder that can be written")

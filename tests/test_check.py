@@ -31,8 +31,8 @@ def test_rows_that_see_their_neighbours_are_found_with_layer_and_op():
     """Each row of a block of several gets a little of the one before, in the experts of layer 2."""
     original, second = ops.routed, model()._target.layers[2].ffn.w1
 
-    def leaking(x, choice, w1, *rest, back):
-        streams, part = original(x, choice, w1, *rest, back=back)
+    def leaking(x, choice, w1, *rest, **more):
+        streams, part = original(x, choice, w1, *rest, **more)
         if w1 is second and 1 < x.shape[0] <= 8:
             before = mx.concatenate([mx.zeros_like(streams[:1]), streams[:-1]])
             streams = streams + 30 * before
@@ -110,6 +110,14 @@ def test_the_verdict_is_that_of_the_ratio_of_medians(ratio, verdict):
 def test_drafts_are_told_of_the_run_with_the_median_speed(speeds, drafted):
     runs = [Run(s, i) for i, s in enumerate(speeds)]
     assert bench._compared("p", [Run(7.0)] * len(runs), runs)[5] == f"50% of {drafted}"
+
+
+def test_text_of_which_nothing_was_drafted_is_not_faster():
+    drafted = [Run(30.0) for _ in range(3)]
+    for run in drafted:
+        run.stats["dspark"]["accepted_share"] = None
+    row = bench._compared("p", [Run(20.0)] * 3, drafted)
+    assert row[-2:] == ["none drafted", "no difference"]
 
 
 @pytest.mark.parametrize("better", [22.0, 18.0])

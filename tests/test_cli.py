@@ -507,6 +507,35 @@ def test_statistics_are_written_as_json(run, model, tmp_path):
     assert json.loads((tmp_path / "s.json").read_text()) == model.reply.stats
 
 
+FILES = [
+    (("generate", "hi", "-m", "m.gguf"), "--stats", "m.gguf"),
+    (("generate", "hi", "--mtp", "m.gguf", "--dspark"), "--stats", "./m.gguf"),
+    (("generate", "--prompt-file", "q.txt"), "--stats", "q.txt"),
+    (("generate", "hi", "-m", "folder"), "--stats", "folder/config.json"),
+    (("generate", "hi"), "--stats", "m.gguf"),
+    (("check", "x", "-m", "m.gguf"), "--receipt", "m.gguf"),
+    (("check", "x", "-m", "link.gguf"), "--receipt", "m.gguf"),
+    (("bench", "-m", "m.gguf", "--ctx-max", "9"), "--csv", "m.gguf"),
+    (("bench", "-m", "m.gguf", "--ctx-max", "9"), "--plot", "m.gguf"),
+    (("bench", "-m", "s.bin", "--ctx-max", "9", "--csv", "x.svg"), "--plot", "x.svg"),
+]
+
+
+@pytest.mark.parametrize("words, flag, path", FILES)
+def test_a_file_that_is_read_or_holds_weights_is_not_written_over(
+    words, flag, path, run, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link.gguf").symlink_to(tmp_path / "m.gguf")
+    kept = [tmp_path / name for name in ("m.gguf", "q.txt", "s.bin", "folder/config.json")]
+    for file in kept:
+        file.write_text("mine")
+    status, out, error = run(*words, flag, path)
+    assert (status, out) == (2, "") and flag in error and path in error and "wanted" in error
+    assert [file.read_text() for file in kept] == ["mine"] * 4
+
+
 def test_statistics_that_could_not_be_written_are_refused_before_the_model_runs(run, tmp_path):
     for path in (tmp_path / "a" / "s.json", tmp_path):
         status, out, error = run("generate", "hi", "--stats", str(path))
