@@ -197,7 +197,7 @@ class Speculation:
 
         With `n` its drafts are verified unseen, and it waits once.
         """
-        ahead, behind, before = n is not None, self.clock(), Graphs.traces
+        ahead, begin, built = n is not None, self.clock(), Graphs.traces
         if id is None:
             ((id,),) = fetch(anchor)
         if id in self.stop:
@@ -206,7 +206,7 @@ class Speculation:
         catch_up = 0.0
         if self._taps:  # awaited, or a proposal would seem to cost all these rows
             mx.eval(self.caught_up().arrays())
-            catch_up = (self.clock() - behind) * (Graphs.traces == before)
+            catch_up = self.clock() - begin if Graphs.traces == built else 0.0
         start, traces, position = self.clock(), Graphs.traces, self.cache.position
         block = self.draft.propose(anchor, self.context)
         most = min(most, block.tokens.shape[0] - 1)

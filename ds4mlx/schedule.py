@@ -63,13 +63,13 @@ class Schedule:
     """Decides before every step whether to draft, in which way, and how many to verify.
 
     A cycle gains what plain decoding of its tokens would have cost, less what it cost, the catch-up
-    before it and the slower plain steps behind it included. It drafts
-    as long as the best way promises a gain. Promises are hopeful: what is not known of drafts
-    counts as right, and what was seen of them fades while there are none, so that it tries
-    again; after cycles without a right draft it pauses, each time longer. An account of plain
-    steps bounds what hope loses: it begins with a grant, grows by gains and with the text; where
-    it is empty nothing is drafted. Times in which a graph was built are not counted. Costs go by
-    the number of rows: the experts that rows share show only in them.
+    before it and the slower plain steps behind it included. It drafts as long as the best way
+    promises a gain. Promises are hopeful: what is not known of drafts counts as right, and what was
+    seen of them fades while there are none, so that it tries again; after cycles without a right
+    draft it pauses, each time longer. An account of plain steps bounds what hope loses: it begins
+    with a grant, grows by gains and with the text; where it is empty nothing is drafted. Times in
+    which a graph was built are not counted. Costs go by the number of rows: the experts that rows
+    share show only in them.
     """
 
     def __init__(self, block: int):

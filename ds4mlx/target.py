@@ -403,8 +403,8 @@ class MoE:
             bias=self.bias,
             chosen=None if self.tid2eid is None else self.tid2eid[ids],
         )
-        routed = (self.w1, self.w3, self.w2, limit)
-        return ops.routed(x, choice, *routed, ops.Shared(h, w2), pace, back=back)
+        rest = {"shared": ops.Shared(h, w2), "pace": pace, "back": back}
+        return ops.routed(x, choice, self.w1, self.w3, self.w2, limit, **rest)
 
 
 def tensors(module) -> Iterator[Matrix]:

@@ -60,10 +60,9 @@ def experts(
 
     Two launches, `experts` (w1 and w3, and the shared w2 for all rows) and `experts_down` (w2),
     where their kernels take the shapes (`takes`) and w1 is of w3's type; else the reference. A
-    shared w2 of IQ2_XXS takes a launch of its own. More
-    rows than FEW go through them in blocks. Many go through MLX's grouped product (`_sorted`), on
-    CUDA, where that one uses no tensor cores, through batched ones (`experts_grouped`, which
-    takes `pace`).
+    shared w2 of IQ2_XXS takes a launch of its own. More rows than FEW go through them in blocks.
+    Many go through MLX's grouped product (`_sorted`), on CUDA, where that one uses no tensor
+    cores, through batched ones (`experts_grouped`, which takes `pace`).
     """
     N, K = ids.shape
     if N > FEW and takes((FEW, K), w1, w3, w2):
@@ -80,25 +79,16 @@ def experts(
     return experts_down(h, ids, w2, own, back)
 
 
-def routed(
-    x,
-    choice: Choice,
-    w1: Matrix,
-    w3: Matrix,
-    w2: Matrix,
-    limit: float,
-    shared: Shared | None = None,
-    pace: Callable | None = None,
-    back: Back | None = None,
-) -> mx.array | Streams:
+def routed(x, choice: Choice, *matrices, shared=None, pace=None, back=None) -> mx.array | Streams:
     """`experts` of what `route` chooses; one or two rows choose within the launch, one is spared.
 
-    Each threadgroup chooses for itself, so that for more rows a launch takes less.
+    matrices: w1, w3, w2 and limit. Each threadgroup chooses for itself, so that for more rows a
+    launch takes less.
     """
-    N, E, K = *choice.logits.shape, choice.k
+    (w1, w3, w2, limit), (N, E), K = matrices, choice.logits.shape, choice.k
     assert K <= E, (K, E)
     if N > _CHOOSING or not _taken((N, K), w1, w3) or E > 1024 or K > 32:
-        return experts(x, *chosen_by(choice), w1, w3, w2, limit, shared, pace, back)
+        return experts(x, *chosen_by(choice), *matrices, shared, pace, back)
     logits, at, stride = source(choice.logits)
     inputs, ids = {"logits": logits}, choice.chosen
     inputs |= {"bias": choice.bias} if ids is None else {"ids": ids}

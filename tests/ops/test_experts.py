@@ -118,7 +118,7 @@ def choosing(E, K, listed, rows=8):
         return Choice(logits, k=K, scale=1.5, **how)
 
     def within(x, logits, chosen):
-        return routed(x, choice(logits, chosen), *w, LIMIT, met(x))
+        return routed(x, choice(logits, chosen), *w, LIMIT, shared=met(x))
 
     def before(x, logits, chosen):
         return experts(x, *chosen_by(choice(logits, chosen)), *w, LIMIT, met(x))
