@@ -368,7 +368,9 @@ def _check_writable(flag: str, path: str | None, *read: str | None):
     target, weights = os.path.realpath(path), path.lower().endswith((".gguf", ".safetensors"))
     for name in filter(None, read):
         other = os.path.realpath(os.path.expandvars(os.path.expanduser(name)))
-        if target == other or target.startswith(os.path.join(other, "")):
+        both = os.path.exists(target) and os.path.exists(other)
+        same = os.path.samefile(target, other) if both else target == other
+        if same or target.startswith(os.path.join(other, "")):
             raise UsageError(f"{flag} {path}: {name} is read, wanted a file beside it")
     if weights and os.path.exists(path):
         raise UsageError(f"{flag} {path}: a file of weights, wanted another name")

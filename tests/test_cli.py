@@ -515,6 +515,7 @@ FILES = [
     (("generate", "hi"), "--stats", "m.gguf"),
     (("check", "x", "-m", "m.gguf"), "--receipt", "m.gguf"),
     (("check", "x", "-m", "link.gguf"), "--receipt", "m.gguf"),
+    (("check", "x", "-m", "s.bin"), "--receipt", "hard.bin"),
     (("bench", "-m", "m.gguf", "--ctx-max", "9"), "--csv", "m.gguf"),
     (("bench", "-m", "m.gguf", "--ctx-max", "9"), "--plot", "m.gguf"),
     (("bench", "-m", "s.bin", "--ctx-max", "9", "--csv", "x.svg"), "--plot", "x.svg"),
@@ -531,6 +532,7 @@ def test_a_file_that_is_read_or_holds_weights_is_not_written_over(
     kept = [tmp_path / name for name in ("m.gguf", "q.txt", "s.bin", "folder/config.json")]
     for file in kept:
         file.write_text("mine")
+    (tmp_path / "hard.bin").hardlink_to(tmp_path / "s.bin")
     status, out, error = run(*words, flag, path)
     assert (status, out) == (2, "") and flag in error and path in error and "wanted" in error
     assert [file.read_text() for file in kept] == ["mine"] * 4
